@@ -70,9 +70,7 @@ def _best(scores: list[tuple[float, str, dict[str, float | int | str]]], reason:
     )
 
 
-def place_request(
-    prompt_tokens: int, stored_kv_s: float | None, homes: Sequence[ReplicaHome]
-) -> Placement | None:
+def place_request(prompt_tokens: int, stored_kv_s: float | None, homes: Sequence[ReplicaHome]) -> Placement | None:
     """The ready replica with room where the first token comes soonest; None: none has room.
 
     `stored_kv_s`: seconds to load this request's stored KV, or None if there is none.

@@ -27,9 +27,7 @@ def keep_alive_s(spec: ScalingSpec, cold_start_s: float | None, gaps_s: tuple[fl
     """
     if spec.keep_alive_s is not None:
         return spec.keep_alive_s
-    start_cost_s = (ASSUMED_COLD_START_S if cold_start_s is None else cold_start_s) * (
-        1.0 + spec.waiting_weight
-    )
+    start_cost_s = (ASSUMED_COLD_START_S if cold_start_s is None else cold_start_s) * (1.0 + spec.waiting_weight)
     break_even_s = min(max(start_cost_s, KEEP_ALIVE_MIN_S), KEEP_ALIVE_MAX_S)
     if len(gaps_s) < GAPS_NEEDED:
         return break_even_s
@@ -79,9 +77,7 @@ def decide(spec: ScalingSpec, observed: Observed, now_s: float) -> Decision:
             return answer(current, Reason.HOLD_NO_DATA, "not everything is in sight yet")
         reason = Reason.FROM_ZERO if current == 0 else Reason.SCALE_OUT
         bound = f", bounded by max_replicas {spec.max_replicas}" if needed == spec.max_replicas else ""
-        return answer(
-            needed, reason, f"{demand} at once at a target of {spec.target_concurrency} need {needed}{bound}"
-        )
+        return answer(needed, reason, f"{demand} at once at a target of {spec.target_concurrency} need {needed}{bound}")
     if not observed.complete:
         return answer(current, Reason.HOLD_NO_DATA, "not everything is in sight yet")
     if needed == current:
@@ -130,9 +126,7 @@ def _scale_in(
     idle_until_s = observed.last_activity_s + kept_s
     if now_s < idle_until_s:
         return answer(current, Reason.KEEP_ALIVE, f"idle, kept for {kept_s:.2f} s", idle_until_s)
-    return answer(
-        0, Reason.TO_ZERO, f"idle for {now_s - observed.last_activity_s:.2f} s, kept {kept_s:.2f} s"
-    )
+    return answer(0, Reason.TO_ZERO, f"idle for {now_s - observed.last_activity_s:.2f} s, kept {kept_s:.2f} s")
 
 
 def choose_victims(replicas: tuple[ReplicaView, ...], count: int) -> tuple[str, ...]:

@@ -282,9 +282,7 @@ class Progress(Message, frozen=True):
     time: ReplicaTime
 
 
-ReplicaMessage: TypeAlias = (
-    Welcome | Accepted | Attached | Tokens | KvSealed | Finished | Failed | Unknown | Progress
-)
+ReplicaMessage: TypeAlias = Welcome | Accepted | Attached | Tokens | KvSealed | Finished | Failed | Unknown | Progress
 
 
 # --- framing -----------------------------------------------------------------------------------------------------

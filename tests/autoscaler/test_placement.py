@@ -6,9 +6,7 @@ from autoscaler.placement import ReplicaHome, SlotHome, place_replica, place_req
 
 
 def test_a_request_goes_to_the_least_loaded_replica() -> None:
-    placement = place_request(
-        100, None, [ReplicaHome("a", 3, 8), ReplicaHome("b", 1, 8), ReplicaHome("c", 8, 8)]
-    )
+    placement = place_request(100, None, [ReplicaHome("a", 3, 8), ReplicaHome("b", 1, 8), ReplicaHome("c", 8, 8)])
     assert placement is not None
     assert (placement.choice, placement.runner_up) == ("b", "a")
     assert set(placement.inputs) == {"a", "b"}
@@ -28,10 +26,7 @@ def test_stored_kv_makes_replicas_equal_but_for_their_queue() -> None:
 
 def test_no_room_anywhere_is_none_and_not_a_guess() -> None:
     assert place_request(10, None, [ReplicaHome("a", 8, 8)]) is None
-    assert (
-        place_replica([SlotHome("s", 0, free_bytes=1, needed_bytes=2, warm_workers=1, weights_in_pool=True)])
-        is None
-    )
+    assert place_replica([SlotHome("s", 0, free_bytes=1, needed_bytes=2, warm_workers=1, weights_in_pool=True)]) is None
 
 
 def test_a_replica_goes_where_the_weights_are() -> None:

@@ -11,26 +11,22 @@ from hypothesis import strategies as st
 from autoscaler.decision import Observed, Phase, Reason, ReplicaView, ScalingSpec
 from autoscaler.scaling import choose_victims, decide, keep_alive_s, warm_workers
 
-SPEC = ScalingSpec(
-    min_replicas=0, max_replicas=4, target_concurrency=8, keep_alive_s=10.0, scale_in_window_s=15.0
-)
+SPEC = ScalingSpec(min_replicas=0, max_replicas=4, target_concurrency=8, keep_alive_s=10.0, scale_in_window_s=15.0)
 
 
-def replica(
-    name: str, phase: Phase = Phase.READY, in_flight: int = 0, since_s: float = 0.0, current: bool = True
-):
+def replica(name: str, phase: Phase = Phase.READY, in_flight: int = 0, since_s: float = 0.0, current: bool = True):
     return ReplicaView(name, phase, in_flight, since_s, current)
 
 
 def seen(*replicas: ReplicaView, waiting: int = 0, peak: int | None = None, **more: object) -> Observed:
     running = sum(r.in_flight for r in replicas)
-    values: dict[str, object] = dict(
-        waiting=waiting,
-        replicas=replicas,
-        peak_demand=waiting + running if peak is None else peak,
-        window_covered_s=100.0,
-        last_activity_s=100.0,
-    )
+    values: dict[str, object] = {
+        "waiting": waiting,
+        "replicas": replicas,
+        "peak_demand": waiting + running if peak is None else peak,
+        "window_covered_s": 100.0,
+        "last_activity_s": 100.0,
+    }
     values.update(more)
     return Observed(**values)  # type: ignore[arg-type]
 
@@ -56,13 +52,9 @@ def seen(*replicas: ReplicaView, waiting: int = 0, peak: int | None = None, **mo
             Reason.HOLD_STARTING,
             id="a starting replica is never useless",
         ),
-        pytest.param(
-            seen(replica("a"), last_activity_s=195.0), 1, Reason.KEEP_ALIVE, id="within the keep-alive"
-        ),
+        pytest.param(seen(replica("a"), last_activity_s=195.0), 1, Reason.KEEP_ALIVE, id="within the keep-alive"),
         pytest.param(seen(replica("a"), last_activity_s=190.0), 0, Reason.TO_ZERO, id="past the keep-alive"),
-        pytest.param(
-            seen(replica("a"), replica("b")), 1, Reason.SCALE_IN, id="two idle: first to one, not to zero"
-        ),
+        pytest.param(seen(replica("a"), replica("b")), 1, Reason.SCALE_IN, id="two idle: first to one, not to zero"),
         pytest.param(
             seen(replica("a"), replica("b"), peak=9), 2, Reason.HOLD_WINDOW, id="the window's peak needs both"
         ),
