@@ -20,9 +20,10 @@ GAPS_NEEDED = 20
 def keep_alive_s(spec: ScalingSpec, cold_start_s: float | None, gaps_s: tuple[float, ...]) -> float:
     """Seconds an idle last replica is kept.
 
-    A start costs `cold_start_s` of the device and as long of a person's waiting, worth `waiting_weight` device-seconds a
-    second. Keeping an idle device just as long as a start costs is never worse than twice the best choice made in
-    hindsight (the ski-rental bound); known gaps may shorten it to what would have been cheapest for them, never lengthen it.
+    A start costs `cold_start_s` of the device and as long of a person's waiting, worth `waiting_weight` device-seconds
+    a second. Keeping an idle device just as long as a start costs is never worse than twice the best choice made in
+    hindsight (the ski-rental bound); known gaps may shorten it to what would have been cheapest for them, and never
+    lengthen it.
     With 0.25 s and the default weight of 30: 0.25 * 31 = 7.75 s (`test_keep_alive_is_the_break_even_of_a_start`).
     """
     if spec.keep_alive_s is not None:
@@ -138,5 +139,5 @@ def choose_victims(replicas: tuple[ReplicaView, ...], count: int) -> tuple[str, 
 
 
 def warm_workers(functions_below_max: int, configured: int) -> int:
-    """Workers to keep forked and waiting in a slot: as configured while any function could still start a replica there."""
+    """Workers to keep forked and waiting in a slot: as configured while any function could start a replica there."""
     return configured if functions_below_max > 0 else 0
