@@ -1,0 +1,51 @@
+# What a newcomer, a developer and CI run. Each target sets up what it needs in .venv; repeats are quick, because a
+# stamp remembers what was installed. Another interpreter: make demo PYTHON=python3.12
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+help:
+	@echo "make demo    a function from zero to tokens and back, with a kill in between (no GPU, no account)"
+	@echo "make test    install, lint, types, import rules and the tests (PYTEST_ARGS='-k name' selects)"
+	@echo "make lint    ruff, mypy --strict, import rules"
+	@echo "make bench   the measured figures, peers side by side (BENCH_ARGS='--help' tells more)"
+	@echo "make clean   remove .venv, caches and builds"
+
+demo: $(VENV)/.runtime
+	@$(BIN)/stoker demo
+
+test: lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.development
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.development
+	$(BIN)/python -m tests.benchmarks $(BENCH_ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './.git/*' -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "$(PYTHON) is older than Python 3.11: name a newer one, make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { echo "$(PYTHON) cannot make a venv: install its venv package (Debian: apt install python3-venv)"; rm -rf $(VENV); exit 1; }
+
+$(VENV)/.runtime: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing into $(VENV) (the first time this takes a few minutes, most of it torch)"
+	$(PIP) -e '.[demo]'
+	@touch $@
+
+$(VENV)/.development: $(VENV)/.runtime
+	$(PIP) -e '.[test]'
+	@touch $@

@@ -1,0 +1,314 @@
+"""A client of Stoker's HTTP surface whose streams survive whatever the service survives.
+
+Model: `Client` blocks and needs the standard library only, `AsyncClient` uses aiohttp; both iterate a stream over as
+many connections as it takes (`control_plane.resumption` says how), and every connection asks where the service is now.
+Limits: a stream gives up after `give_up_s` without progress; plain calls are never repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import time
+import urllib.parse
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from control_plane.resumption import (
+    Call,
+    ClientError,
+    EventParser,
+    HttpError,
+    Patience,
+    StreamEvent,
+    StreamLost,
+    StreamState,
+    Unreachable,
+)
+
+if TYPE_CHECKING:
+    import types
+
+    import aiohttp
+
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "Client",
+    "ClientError",
+    "Endpoint",
+    "HttpError",
+    "Stream",
+    "StreamEvent",
+    "StreamLost",
+    "Unreachable",
+    "encode_query",
+]
+
+CONNECT_TIMEOUT_S: Final = 5.0
+READ_TIMEOUT_S: Final = 45.0
+"""A held stream carries a heartbeat every ten seconds; silence of this length is a dead connection."""
+
+Json: TypeAlias = Any
+Query: TypeAlias = Mapping[str, str | int | float | list[str] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where the service listens (`http://host:port`) and the key to show it."""
+
+    url: str
+    api_key: str = ""
+
+
+Locator: TypeAlias = Callable[[], Endpoint]
+"""Asked before every connection, so that a service that came back on another port is found again."""
+
+
+# --- blocking ---------------------------------------------------------------------------------------------------------
+
+
+class Client:
+    """Calls that block. One connection per call: a command makes few of them."""
+
+    def __init__(self, locate: Locator | Endpoint, *, give_up_s: float = 60.0) -> None:
+        self._locate: Locator = (lambda: locate) if isinstance(locate, Endpoint) else locate
+        self._give_up_s = give_up_s
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self._locate()
+
+    def request(
+        self, method: str, path: str, *, query: Query | None = None, body: Json = None, timeout_s: float = 30.0,
+        headers: Mapping[str, str] | None = None,
+    ) -> Json:  # fmt: skip
+        """The decoded answer (text where it is not JSON); HttpError for a status of 400 or above."""
+        data = None if body is None else json.dumps(body).encode()
+        sent = {**(headers or {}), **({"Content-Type": "application/json"} if data is not None else {})}
+        connection, response = self._send(Call(method, path + encode_query(query), sent, data), timeout_s)
+        try:
+            content = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise Unreachable(self._locate().url, error, connected=True) from error
+        finally:
+            connection.close()
+        if response.status >= 400:
+            raise HttpError.from_response(response.status, dict(response.getheaders()), content)
+        if "json" in (response.getheader("Content-Type") or ""):
+            return json.loads(content)
+        return content.decode("utf-8", "replace")
+
+    def stream(
+        self,
+        path: str,
+        body: dict[str, Any],
+        *,
+        idempotency_key: str | None = None,
+        on_status: Callable[[str], None] | None = None,
+    ) -> Stream:
+        return Stream(self, StreamState(path, body, idempotency_key or uuid.uuid4().hex), on_status)
+
+    def resume(self, path: str, request_id: str, cursor: int = 0) -> Stream:
+        """Read on in a request that is known by its id."""
+        return Stream(self, StreamState(path, {}, "", request_id=request_id, cursor=cursor), None)
+
+    def cancel(self, path: str, request_id: str) -> None:
+        self.request("DELETE", f"{path}/{urllib.parse.quote(request_id)}")
+
+    def _send(self, call: Call, timeout_s: float) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        endpoint = self._locate()
+        parts = urllib.parse.urlsplit(endpoint.url)
+        secure = parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        connection = kind(parts.hostname or "127.0.0.1", parts.port, timeout=CONNECT_TIMEOUT_S)
+        connected = False
+        try:
+            connection.connect()
+            connected = True
+            connection.sock.settimeout(timeout_s)
+            headers = {"Authorization": f"Bearer {endpoint.api_key}", **call.headers}
+            connection.request(call.method, parts.path.rstrip("/") + call.path, body=call.body, headers=headers)
+            return connection, connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise Unreachable(endpoint.url, error, connected=connected) from error
+        except BaseException:
+            connection.close()
+            raise
+
+
+class Stream:
+    """Iterate it once. `request_id`, `cursor` and `resumes` tell how it went, also after an error."""
+
+    def __init__(self, client: Client, state: StreamState, on_status: Callable[[str], None] | None) -> None:
+        self._client = client
+        self._state = state
+        self._on_status = on_status
+
+    @property
+    def request_id(self) -> str | None:
+        return self._state.request_id
+
+    @property
+    def cursor(self) -> int:
+        return self._state.cursor
+
+    @property
+    def resumes(self) -> int:
+        return self._state.resumes
+
+    def __iter__(self) -> Iterator[StreamEvent]:
+        state, patience = self._state, Patience(self._state, self._client._give_up_s)
+        while True:
+            cause: BaseException | str = "the connection ended before the stream did"
+            try:
+                yield from self._connection()
+                if state.done:
+                    return
+            except HttpError as error:
+                if not error.retryable:
+                    raise
+                cause = error
+            except Unreachable as error:
+                if not (error.connected or state.asked):
+                    raise
+                cause = error
+            except (OSError, http.client.HTTPException) as error:
+                cause = error
+            state.asked = True
+            time.sleep(patience.next_pause_s(cause))
+
+    def _connection(self) -> Iterator[StreamEvent]:
+        state, parser = self._state, EventParser()
+        connection, response = self._client._send(state.call(), READ_TIMEOUT_S)
+        try:
+            headers = dict(response.getheaders())
+            if response.status >= 400:
+                raise HttpError.from_response(response.status, headers, response.read())
+            state.opened(headers)
+            while not state.done and (data := response.read1(65536)):
+                for event in parser.feed(data):
+                    if event.data is None and self._on_status is not None:
+                        self._on_status(event.comment)
+                    if (found := state.take(event)) is not None:
+                        yield found
+        finally:
+            connection.close()
+
+
+# --- asyncio ----------------------------------------------------------------------------------------------------------
+
+
+class AsyncClient:
+    """The same over aiohttp, for many streams at once. Use it as an async context manager."""
+
+    def __init__(self, locate: Locator | Endpoint, *, give_up_s: float = 60.0) -> None:
+        self._locate: Locator = (lambda: locate) if isinstance(locate, Endpoint) else locate
+        self._give_up_s = give_up_s
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self._locate()
+
+    async def __aenter__(self) -> AsyncClient:
+        import aiohttp
+
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S)
+        self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def request(self, method: str, path: str, *, query: Query | None = None, body: Json = None) -> Json:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"} if data is not None else {}
+        async with self._open(Call(method, path + encode_query(query), headers, data)) as response:
+            content = await response.read()
+            if response.status >= 400:
+                raise HttpError.from_response(response.status, response.headers, content)
+            return json.loads(content) if "json" in response.content_type else content.decode("utf-8", "replace")
+
+    def stream(self, path: str, body: dict[str, Any], *, idempotency_key: str | None = None) -> AsyncStream:
+        return AsyncStream(self, StreamState(path, body, idempotency_key or uuid.uuid4().hex))
+
+    def resume(self, path: str, request_id: str, cursor: int = 0) -> AsyncStream:
+        return AsyncStream(self, StreamState(path, {}, "", request_id=request_id, cursor=cursor))
+
+    def _open(self, call: Call) -> aiohttp.client._RequestContextManager:
+        from yarl import URL
+
+        if self._session is None:
+            raise RuntimeError("AsyncClient is used outside its context: write `async with AsyncClient(...)`")
+        endpoint = self._locate()
+        return self._session.request(
+            call.method,
+            URL(endpoint.url.rstrip("/") + call.path, encoded=True),
+            data=call.body,
+            headers={"Authorization": f"Bearer {endpoint.api_key}", **call.headers},
+        )
+
+
+class AsyncStream:
+    """Iterate it once, with `async for`."""
+
+    def __init__(self, client: AsyncClient, state: StreamState) -> None:
+        self._client = client
+        self._state = state
+
+    @property
+    def request_id(self) -> str | None:
+        return self._state.request_id
+
+    @property
+    def cursor(self) -> int:
+        return self._state.cursor
+
+    @property
+    def resumes(self) -> int:
+        return self._state.resumes
+
+    async def __aiter__(self) -> AsyncIterator[StreamEvent]:
+        import aiohttp
+
+        state, patience = self._state, Patience(self._state, self._client._give_up_s)
+        while True:
+            cause: BaseException | str = "the connection ended before the stream did"
+            parser = EventParser()
+            try:
+                async with self._client._open(state.call()) as response:
+                    if response.status >= 400:
+                        raise HttpError.from_response(response.status, response.headers, await response.read())
+                    state.opened(response.headers)
+                    async for data in response.content.iter_any():
+                        for event in parser.feed(data):
+                            if (found := state.take(event)) is not None:
+                                yield found
+                if state.done:
+                    return
+            except HttpError as error:
+                if not error.retryable:
+                    raise
+                cause = error
+            except aiohttp.ClientConnectorError as error:
+                if not state.asked:
+                    raise Unreachable(self._client.endpoint.url, error, connected=False) from error
+                cause = error
+            except (aiohttp.ClientError, OSError) as error:
+                cause = error
+            state.asked = True
+            await asyncio.sleep(patience.next_pause_s(cause))
+
+
+def encode_query(query: Query | None) -> str:
+    """`?a=1&b=x&b=y`; what is None is left out."""
+    given = {name: value for name, value in (query or {}).items() if value is not None}
+    return "?" + urllib.parse.urlencode(given, doseq=True) if given else ""
