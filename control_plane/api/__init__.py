@@ -1,0 +1,1 @@
+"""HTTP handlers over the stores: functions, keys, usage and costs, and the middleware that maps errors."""

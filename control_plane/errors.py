@@ -1,0 +1,165 @@
+"""Every way the control plane says no: one tree, each class with its HTTP status, OpenAI code and retry advice.
+
+    StokerError
+      InvalidRequest 400   Unauthenticated 401   Forbidden 403   NotFound 404   Conflict 409 (Fenced)
+      TooLarge 413   Unprocessable 422   Saturated 429   Internal 500
+      Unavailable 503 (StorageUnavailable, ModelLoading, ModelUnusable)
+
+`control_plane.api.middleware` maps the tree to HTTP in one place; `body()` is also what an SSE stream sends once its
+200 is out. Limits: messages are shown to clients, so they name the field or object and what to do, never a path or a
+traceback.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class StokerError(Exception):
+    """`retry`: whether sending the same request again may help; None leaves it to the client's own rule."""
+
+    http_status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    default_code: ClassVar[str] = "internal_error"
+    retry: ClassVar[bool | None] = None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code or self.default_code
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object; all four keys are required by its schema."""
+        return {
+            "error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        }
+
+    def headers(self) -> dict[str, str]:
+        headers: dict[str, str] = {}
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = str(max(1, round(self.retry_after_s)))
+        if self.retry is not None:
+            headers["x-should-retry"] = "true" if self.retry else "false"
+        return headers
+
+
+class InvalidRequest(StokerError):
+    http_status = 400
+    type = "invalid_request_error"
+    default_code = "invalid_request"
+
+
+class Unauthenticated(StokerError):
+    http_status = 401
+    type = "authentication_error"
+    default_code = "invalid_api_key"
+
+    def headers(self) -> dict[str, str]:
+        return {"WWW-Authenticate": "Bearer", **super().headers()}
+
+
+class Forbidden(StokerError):
+    http_status = 403
+    type = "permission_error"
+    default_code = "forbidden"
+
+
+class NotFound(StokerError):
+    http_status = 404
+    type = "invalid_request_error"
+    default_code = "not_found"
+
+
+class Conflict(StokerError):
+    """Clients retry 409 by default, which cannot help here: hence the explicit advice."""
+
+    http_status = 409
+    type = "invalid_request_error"
+    default_code = "conflict"
+    retry = False
+
+
+class Fenced(Conflict):
+    """A write under an epoch or owner that no longer holds the request; its author must stop working on it."""
+
+    default_code = "fenced"
+
+
+class TooLarge(StokerError):
+    http_status = 413
+    type = "invalid_request_error"
+    default_code = "request_too_large"
+
+
+class Unprocessable(StokerError):
+    http_status = 422
+    type = "invalid_request_error"
+    default_code = "unprocessable"
+
+
+class Saturated(StokerError):
+    """The queue is full or a limit of the tenant is reached: later, the same request may be taken."""
+
+    http_status = 429
+    type = "rate_limit_error"
+    default_code = "saturated"
+    retry = True
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = 1.0,
+    ) -> None:
+        super().__init__(message, param=param, code=code, retry_after_s=retry_after_s)
+
+
+class Internal(StokerError):
+    """A fault of ours; details are in the log under the request id."""
+
+
+class Unavailable(StokerError):
+    http_status = 503
+    type = "server_error"
+    default_code = "unavailable"
+    retry = True
+
+
+class StorageUnavailable(Unavailable):
+    """The database could not write or read (full disk, unwritable directory). What was accepted is kept."""
+
+    default_code = "storage_unavailable"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = 5.0,
+    ) -> None:
+        super().__init__(message, param=param, code=code, retry_after_s=retry_after_s)
+
+
+class ModelLoading(Unavailable):
+    """No replica is ready and the client asked not to wait; `retry_after_s` comes from measured starts."""
+
+    default_code = "model_loading"
+
+
+class ModelUnusable(Unavailable):
+    """The function's checkpoint cannot be served (corrupt, refused, unsupported); only a new revision helps."""
+
+    default_code = "model_unusable"
+    retry = False

@@ -1,0 +1,127 @@
+"""What an operator may set, in groups: one frozen dataclass each, a docstring under every field.
+
+Times are seconds, sizes bytes, names say so. Defaults suit one machine with a small model.
+Limits: settings are fixed for the life of a process; what belongs to one function is in its spec, not here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class HttpSettings:
+    host: str = "127.0.0.1"
+    """Address to listen on. Loopback by default: the admin key travels in clear text without a proxy."""
+    port: int = 8080
+    """TCP port; 0 takes a free one and writes it to `control.json`."""
+    body_bytes: int = 16 * 1024 * 1024
+    """Cap of a request body. Larger ones get 413 before they are parsed. Too small refuses long chats; too large lets
+    one client hold that much memory per connection."""
+    heartbeat_s: float = 10.0
+    """Silence after which a waiting stream gets an SSE comment. Proxies cut idle connections after 15 s or more; below
+    1 s it is only noise."""
+    reader_buffer_bytes: int = 4 * 1024 * 1024
+    """Bytes a slow reader may lag before its connection is closed; it can come back with its cursor."""
+    shutdown_drain_s: float = 20.0
+    """How long a first SIGTERM lets running requests finish before they are parked in the journal."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSettings:
+    max_requests: int = 1000
+    """Requests that may wait per function. More get 429 `saturated`. 0 refuses whatever cannot run at once."""
+    max_bytes: int = 64 * 1024 * 1024
+    """Bytes of prompts and parameters that may wait per function: the bound that holds when requests are large."""
+    wait_estimate_s: float = 5.0
+    """`Retry-After` of `model_loading` before any start was measured. Clients give up above 120."""
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseSettings:
+    busy_timeout_s: float = 5.0
+    """How long a write waits for another process's lock (a backup, a shell) before it counts as unavailable."""
+    cache_bytes: int = 4 * 1024 * 1024
+    """SQLite page cache of the writer; readers have a quarter each. Larger buys nothing at this write pattern."""
+    group_jobs: int = 512
+    """Most writes in one commit. It only bounds the latency of a burst: groups form by themselves under load."""
+    checkpoint_jobs: int = 1000
+    """Writes after which the write-ahead log is folded back, beside the writer. Larger makes recovery slower."""
+    wal_bytes: int = 64 * 1024 * 1024
+    """Size of the write-ahead log at which the writer itself waits for it to be folded back."""
+    reader_threads: int = 2
+    """Threads for reads; they never block the writer."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionSettings:
+    log_s: float = 3600.0
+    """How long the token log and the input of an ended request are kept for readers that come back. 0 drops them at
+    the next sweep: a reader that lost its connection at the very end cannot get the rest any more."""
+    request_s: float = 30 * 86400.0
+    """How long the row of an ended request (times, usage, outcome, idempotency key) is kept. The ledger stays."""
+    decision_s: float = 7 * 86400.0
+    """How long decisions are kept for `stoker why`."""
+    sweep_s: float = 60.0
+    """Pause between sweeps; each deletes in small batches so that it is never in the way of a token."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    lease_s: float = 15.0
+    """A gateway that has not renewed its lease for this long is dead and its requests are adopted by another. Shorter
+    adopts sooner, but a stall of the machine then looks like a death."""
+    renew_s: float = 5.0
+    """Pause between renewals; a third of the lease, so that two may be missed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSettings:
+    pool_bytes: int = 0
+    """Budget of the warm pool in shared memory; 0: half of what is free at the agent's start."""
+    warm_workers: int = 1
+    """Forked workers kept ready. 0 makes every start pay for an import of torch."""
+    orphan_s: float = 120.0
+    """How long an agent and its replicas live on without a control plane. Shorter than a restart takes, and running
+    requests are recomputed instead of carried on."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    allowed: tuple[str, ...] = ("*",)
+    """Patterns (fnmatch) of model URIs that may be deployed. `*` allows all; whoever deploys can then make this
+    machine read any file it may read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    data_dir: Path
+    """Where everything is kept: database, models, objects, keys."""
+    http: HttpSettings = field(default_factory=HttpSettings)
+    queue: QueueSettings = field(default_factory=QueueSettings)
+    database: DatabaseSettings = field(default_factory=DatabaseSettings)
+    retention: RetentionSettings = field(default_factory=RetentionSettings)
+    gateway: GatewaySettings = field(default_factory=GatewaySettings)
+    slot: SlotSettings = field(default_factory=SlotSettings)
+    models: ModelSettings = field(default_factory=ModelSettings)
+
+    @property
+    def database_path(self) -> Path:
+        return self.data_dir / "stoker.db"
+
+    @property
+    def models_dir(self) -> Path:
+        return self.data_dir / "models"
+
+    @property
+    def objects_dir(self) -> Path:
+        return self.data_dir / "objects"
+
+    @property
+    def admin_key_path(self) -> Path:
+        return self.data_dir / "admin.key"
+
+    @property
+    def slots_dir(self) -> Path:
+        return self.data_dir / "slots"
