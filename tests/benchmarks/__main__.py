@@ -1,0 +1,30 @@
+"""`python -m tests.benchmarks [NAME ...] [--quick]`: every benchmark, or those named; exit 1 if a figure was missed."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from tests.benchmarks import report
+
+NAMES = ("output", "cold", "throughput", "control", "kills")
+
+
+def main() -> int:
+    quick = "--quick" in sys.argv
+    names = [argument for argument in sys.argv[1:] if not argument.startswith("-")] or list(NAMES)
+    unknown = set(names) - set(NAMES)
+    if unknown:
+        print(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}", file=sys.stderr)
+        return 2
+    held = {}
+    for name in names:
+        report.console.rule(name)
+        held[name] = importlib.import_module(f"tests.benchmarks.{name}").main(quick)
+    missed = [name for name, holds in held.items() if not holds]
+    report.console.print(f"missed: {', '.join(missed)}" if missed else "every figure holds")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
