@@ -1,0 +1,30 @@
+"""What the headers of a checkpoint say, before any tensor has been read. The importer turns it into a manifest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from model_loader.manifest import ModelConfig, TensorEntry
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    format: str
+    """gguf | safetensors"""
+    architecture: str
+    config: ModelConfig
+    tensors: tuple[TensorEntry, ...]
+    """Without digests."""
+    files: tuple[Path, ...]
+    """Where the tensors' bytes lie; `TensorEntry.file` counts into it."""
+    read_files: tuple[Path, ...]
+    """Every file that was read, these included: a change of any makes an import stale."""
+    tokenizer: bytes
+    """tokenizer.json"""
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    add_bos_token: bool

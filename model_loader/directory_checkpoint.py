@@ -1,0 +1,144 @@
+"""A Hugging Face directory as a checkpoint: config.json, safetensors, tokenizer.json and what stands beside them.
+
+A tokenizer.json is needed (SentencePiece models alone are not converted). The chat template is taken from
+chat_template.jinja or tokenizer_config.json; ends of generation from generation_config.json, else config.json.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from model_loader.description import Description
+from model_loader.errors import FormatError, SourceMissing, SourceRefused
+from model_loader.llama_config import config_from_hugging_face
+from model_loader.llama_layout import check_tensors
+from model_loader.manifest import TOKENIZER_NAME
+from model_loader.safetensors_format import INDEX_NAME, find_files, read_safetensors
+
+_MAX_JSON_BYTES: Final = 256 * 1024 * 1024
+_PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def describe_directory(root: Path) -> Description:
+    read: list[Path] = []
+
+    def optional(name: str) -> dict[str, Any]:
+        path = root / name
+        if not path.exists():
+            return {}
+        read.append(path)
+        return _read_json(path)
+
+    if not (root / "config.json").exists():
+        raise SourceMissing(f"{root} is no model directory: it has no config.json")
+    _refuse_pickles(root)
+    document = optional("config.json")
+    config = config_from_hugging_face(document, str(root / "config.json"))
+    files = find_files(root)
+    entries = read_safetensors(root, files)
+    if not (root / TOKENIZER_NAME).exists():
+        raise SourceMissing(f"{root} has no tokenizer.json; save the tokenizer with transformers to make one")
+    tokenizer_document = optional(TOKENIZER_NAME)
+    tokenizer = (root / TOKENIZER_NAME).read_bytes()
+    settings, generation = optional("tokenizer_config.json"), optional("generation_config.json")
+    template = _chat_template(root, settings, read)
+    if (root / INDEX_NAME).exists():
+        read.append(root / INDEX_NAME)
+    vocabulary = _vocabulary(tokenizer_document)
+    bos_token, eos_token = _token_text(settings.get("bos_token")), _token_text(settings.get("eos_token"))
+    ends = _token_ids(generation.get("eos_token_id"), root) or _token_ids(document.get("eos_token_id"), root)
+    if eos_token in vocabulary and vocabulary[eos_token] not in ends:
+        ends = (*ends, vocabulary[eos_token])
+    bos_ids = _token_ids(document.get("bos_token_id"), root)
+    bos = vocabulary.get(bos_token or "", bos_ids[0] if bos_ids else None)
+    texts = {number: text for text, number in vocabulary.items()}
+    return Description(
+        format="safetensors",
+        architecture="llama",
+        config=config,
+        tensors=check_tensors(config, entries, str(root)),
+        files=files,
+        read_files=(*files, *read),
+        tokenizer=tokenizer,
+        chat_template=template,
+        bos_token=bos_token or (texts.get(bos) if bos is not None else None),
+        eos_token=eos_token or (texts.get(ends[0]) if ends else None),
+        bos_token_id=bos,
+        eos_token_ids=ends,
+        add_bos_token=_adds_bos(tokenizer_document, settings, bos_token),
+    )
+
+
+def _refuse_pickles(root: Path) -> None:
+    if any(root.glob("*.safetensors")):
+        return
+    for pattern in _PICKLES:
+        for path in root.glob(pattern):
+            raise SourceRefused(f"{path} is a pickle, which can run code; convert it to safetensors")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise FormatError(f"{path} has {path.stat().st_size} bytes, over {_MAX_JSON_BYTES}")
+        document = json.loads(path.read_bytes())
+    except OSError as error:
+        raise SourceMissing(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is no JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise FormatError(f"{path} is no JSON object")
+    return document
+
+
+def _chat_template(root: Path, settings: Mapping[str, Any], read: list[Path]) -> str | None:
+    path = root / "chat_template.jinja"
+    if path.exists():
+        read.append(path)
+        try:
+            return path.read_text("utf-8")
+        except UnicodeDecodeError as error:
+            raise FormatError(f"{path} is not UTF-8") from error
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _token_text(value: Any) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _token_ids(value: Any, root: Path) -> tuple[int, ...]:
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(v) is int and v >= 0 for v in values):
+        raise FormatError(f"{root}: token ids {values!r} are malformed")
+    return tuple(values)
+
+
+def _vocabulary(document: Mapping[str, Any]) -> dict[str, int]:
+    """Text to id of the model's own and the added tokens."""
+    result: dict[str, int] = {}
+    vocabulary = (document.get("model") or {}).get("vocab")
+    if isinstance(vocabulary, dict):
+        result.update(vocabulary)
+    elif isinstance(vocabulary, list):
+        result.update({entry[0]: number for number, entry in enumerate(vocabulary)})
+    for token in document.get("added_tokens") or []:
+        result[token["content"]] = token["id"]
+    return result
+
+
+def _adds_bos(document: Mapping[str, Any], settings: Mapping[str, Any], bos_token: str | None) -> bool:
+    if bos_token is None:
+        return False
+    stated = settings.get("add_bos_token")
+    if isinstance(stated, bool):
+        return stated
+    return json.dumps(bos_token) in json.dumps(document.get("post_processor"))

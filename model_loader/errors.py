@@ -1,0 +1,97 @@
+"""What can go wrong between a model URI and tensors in memory.
+
+    LoaderError
+    ├── SourceError            the URI, its host or its files
+    │   ├── SourceMissing      nothing is there
+    │   ├── SourceRefused      not allowed: pattern, path, pickle formats
+    │   └── SourceUnavailable  the host did not answer, or the files changed under the import
+    ├── FormatError            truncated, foreign or contradictory bytes
+    │   └── UnsupportedArchitecture
+    ├── IntegrityError         bytes differ from what their digest promises
+    ├── OutOfSpace             disk, tmpfs or the pool's budget
+    ├── TemplateError          a chat template that does not compile or refuses its messages
+    └── StoreError             object store
+        └── MissingObject
+
+`retry` says whether the same call may succeed later without anybody changing the model; `code` is stable and machine
+readable. Messages name what, which and what to do next.
+"""
+
+from __future__ import annotations
+
+import errno
+from typing import ClassVar
+
+
+class LoaderError(Exception):
+    code: ClassVar[str] = "model_error"
+    retry: ClassVar[bool] = False
+
+
+class SourceError(LoaderError):
+    code = "model_source_error"
+
+
+class SourceMissing(SourceError):
+    code = "model_not_found"
+
+
+class SourceRefused(SourceError):
+    code = "model_refused"
+
+
+class SourceUnavailable(SourceError):
+    code = "model_source_unavailable"
+    retry = True
+
+
+class FormatError(LoaderError):
+    code = "model_format_invalid"
+
+
+class UnsupportedArchitecture(FormatError):
+    code = "model_unsupported"
+
+
+class IntegrityError(LoaderError):
+    code = "model_integrity_failed"
+
+
+class OutOfSpace(LoaderError):
+    code = "out_of_space"
+    retry = True
+
+
+class TemplateError(LoaderError):
+    code = "chat_template_failed"
+
+
+class StoreError(LoaderError):
+    code = "object_store_error"
+    retry = True
+
+
+class MissingObject(StoreError):
+    code = "object_missing"
+    retry = False
+
+
+_KINDS: dict[str, type[LoaderError]] = {
+    kind.code: kind
+    for kind in (
+        LoaderError, SourceError, SourceMissing, SourceRefused, SourceUnavailable, FormatError,
+        UnsupportedArchitecture, IntegrityError, OutOfSpace, TemplateError, StoreError, MissingObject,
+    )
+}  # fmt: skip
+
+
+def error_from_code(code: str, message: str) -> LoaderError:
+    """The error a subprocess reported by its code; an unknown code becomes a plain `LoaderError`."""
+    return _KINDS.get(code, LoaderError)(message)
+
+
+def from_os_error(error: OSError, what: str) -> LoaderError:
+    """Maps what the operating system said while writing `what`."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return OutOfSpace(f"no space left while writing {what}: free some, or give more")
+    return LoaderError(f"cannot write {what}: {error.strerror or error}")
