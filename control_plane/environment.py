@@ -1,0 +1,70 @@
+"""Settings from environment variables, for containers and service managers: one table, one reader.
+
+Each variable sets one field of `control_plane.settings`; what the command line says wins over it. A variable of a
+known name with a value that does not parse is an error, never a silent default. Limits: values are flat.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from control_plane.settings import Settings
+
+
+def _patterns(text: str) -> tuple[str, ...]:
+    patterns = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not patterns:
+        raise ValueError("expected one pattern or several, separated by commas")
+    return patterns
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError("must not be negative")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError("must be a number of seconds, 0 or more")
+    return value
+
+
+ENVIRONMENT: Final[dict[str, tuple[str, str, Callable[[str], Any]] | None]] = {
+    "STOKER_HOST": ("http", "host", str),
+    "STOKER_PORT": ("http", "port", _count),
+    "STOKER_DRAIN_S": ("http", "shutdown_drain_s", _seconds),
+    "STOKER_BODY_BYTES": ("http", "body_bytes", _count),
+    "STOKER_QUEUE_REQUESTS": ("queue", "max_requests", _count),
+    "STOKER_QUEUE_BYTES": ("queue", "max_bytes", _count),
+    "STOKER_WARM_WORKERS": ("slot", "warm_workers", _count),
+    "STOKER_POOL_BYTES": ("slot", "pool_bytes", _count),
+    "STOKER_ORPHAN_S": ("slot", "orphan_s", _seconds),
+    "STOKER_LOG_RETENTION_S": ("retention", "log_s", _seconds),
+    "STOKER_ALLOWED_MODELS": ("models", "allowed", _patterns),
+    "STOKER_ADMIN_KEY": None,  # the first administrator's key: read where keys are made, never kept in settings
+}
+
+
+class BadVariable(ValueError):
+    """An environment variable does not parse; the message names it and its value."""
+
+
+def apply_environment(settings: Settings, environ: Mapping[str, str]) -> Settings:
+    """The settings with every known variable of `environ` taken over."""
+    for name, target in ENVIRONMENT.items():
+        text = environ.get(name)
+        if target is None or text is None or text == "":
+            continue
+        group_name, field_name, parse = target
+        try:
+            value = parse(text)
+        except ValueError as error:
+            raise BadVariable(f"{name}={text!r}: {error}") from error
+        group = dataclasses.replace(getattr(settings, group_name), **{field_name: value})
+        settings = dataclasses.replace(settings, **{group_name: group})
+    return settings
