@@ -1,0 +1,140 @@
+"""The journal's SQL: portable text with `:name` parameters. What fences a write is part of each statement.
+
+A row of `requests` is updated only where `owner`, `epoch` and `state` are what the author believes; the update takes
+the row's lock and looks again after whoever held it (PostgreSQL, READ COMMITTED), and SQLite has one writer at a time.
+Limits: reads of several statements rely on the caller's transaction.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+LEASE: Final = """
+INSERT INTO gateways (id, host, pid, started_us, lease_until_us) VALUES (:id, :host, :pid, :now, :until)
+ON CONFLICT (id) DO UPDATE SET lease_until_us = excluded.lease_until_us"""
+
+LIVING_GATEWAYS: Final = "SELECT id FROM gateways WHERE lease_until_us > :now"
+
+OWNERS_OF_LIVE: Final = "SELECT DISTINCT owner FROM requests WHERE state IN ('queued', 'running')"
+
+ADOPT: Final = "UPDATE requests SET owner = :me WHERE owner = :owner AND state IN ('queued', 'running')"
+
+ACCEPT: Final = """
+INSERT INTO requests (id, tenant, key_id, function, revision, endpoint, model, durability, on_disconnect, stream,
+    idempotency_key, body_hash, input_tokens, created_us, state, owner)
+VALUES (:id, :tenant, :key_id, :function, :revision, :endpoint, :model, :durability, :on_disconnect, :stream,
+    :idempotency_key, :body_hash, :input_tokens, :created_us, 'queued', :owner)
+ON CONFLICT DO NOTHING"""
+
+ACCEPT_INPUT: Final = "INSERT INTO request_inputs (request_id, params, prompt) VALUES (:id, :params, :prompt)"
+
+_RECORD: Final = """
+SELECT r.id, r.tenant, r.key_id, r.function, r.revision, r.endpoint, r.model, r.durability, r.on_disconnect, r.stream,
+    r.idempotency_key, r.input_tokens, r.created_us, r.state, r.owner, r.epoch, r.last_seq, r.replica_id, r.slot_id,
+    r.assigned_us, r.first_token_us, r.finished_us, r.cached_tokens, r.prefill_us, r.decode_us, r.prefill_ends,
+    r.outcome, i.params, i.prompt
+FROM requests r LEFT JOIN request_inputs i ON i.request_id = r.id"""
+
+GET: Final = _RECORD + " WHERE r.id = :id"
+GET_OF_TENANT: Final = _RECORD + " WHERE r.id = :id AND r.tenant = :tenant"
+MINE: Final = _RECORD + " WHERE r.owner = :me AND r.state IN ('queued', 'running') ORDER BY r.created_us, r.id"
+RECENT: Final = _RECORD + " WHERE r.function = :function ORDER BY r.created_us DESC LIMIT :limit"
+
+BY_IDEMPOTENCY_KEY: Final = """
+SELECT id, body_hash FROM requests WHERE tenant = :tenant AND idempotency_key = :idempotency_key"""
+
+STANDING: Final = """
+SELECT owner, epoch, state, last_seq, durability FROM requests WHERE id = :id"""
+
+ASSIGN: Final = """
+UPDATE requests SET epoch = epoch + 1, state = 'running', replica_id = :replica_id, slot_id = :slot_id,
+    assigned_us = :now, prefill_us = 0, decode_us = 0
+WHERE id = :id AND owner = :me AND epoch = :epoch AND state IN ('queued', 'running')"""
+
+OPEN_ATTEMPT: Final = """
+INSERT INTO attempts (request_id, epoch, replica_id, slot_id, gateway, after_seq, assigned_us)
+VALUES (:id, :epoch + 1, :replica_id, :slot_id, :me, :last_seq, :now)"""
+
+RUNNING: Final = """
+SELECT 1 FROM requests WHERE id = :id AND owner = :me AND epoch = :epoch AND state = 'running'"""
+
+REQUEUE: Final = """
+UPDATE requests SET state = 'queued', replica_id = NULL, slot_id = NULL
+WHERE id = :id AND owner = :me AND epoch = :epoch AND state = 'running'"""
+
+TAKEN: Final = """
+UPDATE attempts SET loaded_tokens = :loaded_tokens, recomputed_tokens = :recomputed_tokens, exact = :exact,
+    load_us = :load_us, detail = :detail
+WHERE request_id = :id AND epoch = :epoch"""
+
+APPEND: Final = """
+UPDATE requests SET last_seq = :last, prefill_us = :prefill_us, decode_us = :decode_us
+WHERE id = :id AND owner = :me AND epoch = :epoch AND state = 'running' AND last_seq = :before"""
+
+APPEND_FIRST: Final = """
+UPDATE requests SET last_seq = :last, prefill_us = :prefill_us, decode_us = :decode_us,
+    cached_tokens = :cached_tokens, prefill_ends = :prefill_ends, first_token_us = :now
+WHERE id = :id AND owner = :me AND epoch = :epoch AND state = 'running' AND last_seq = :before"""
+
+LOG: Final = """
+INSERT INTO token_log (request_id, first_seq, last_seq, epoch, payload)
+VALUES (:id, :first, :last, :epoch, :payload)"""
+
+HAS_ALREADY: Final = """
+SELECT 1 FROM requests WHERE id = :id AND owner = :me AND epoch = :epoch AND last_seq >= :last"""
+
+READ_LOG: Final = """
+SELECT first_seq, payload FROM token_log WHERE request_id = :id AND last_seq > :after ORDER BY first_seq"""
+
+SEAL: Final = """
+INSERT INTO request_kv (request_id, number, epoch, counted, chunks)
+SELECT :id, (SELECT COALESCE(MAX(number), 0) + 1 FROM request_kv WHERE request_id = :id), :epoch,
+    CASE WHEN EXISTS (SELECT 1 FROM requests
+        WHERE id = :id AND owner = :me AND epoch = :epoch AND state = 'running') THEN 1 ELSE 0 END, :chunks
+RETURNING counted"""
+
+READ_KV: Final = """
+SELECT chunks FROM request_kv WHERE request_id = :id AND counted = 1 ORDER BY number"""
+
+RETIRED_KV: Final = """
+SELECT k.request_id, k.number, k.chunks FROM request_kv k
+WHERE k.counted = 0 OR NOT EXISTS
+    (SELECT 1 FROM requests r WHERE r.id = k.request_id AND r.state IN ('queued', 'running'))
+LIMIT :limit"""
+
+LIVE_KV: Final = """
+SELECT k.chunks FROM request_kv k JOIN requests r ON r.id = k.request_id
+WHERE k.counted = 1 AND r.state IN ('queued', 'running')"""
+
+FORGET_KV: Final = "DELETE FROM request_kv WHERE request_id = :id AND number = :number"
+
+FINISH: Final = """
+UPDATE requests SET state = :state, outcome = :outcome, finished_us = :now, expires_us = :expires_us,
+    idempotency_key = CASE WHEN :state = 'refused' THEN NULL ELSE idempotency_key END
+WHERE id = :id AND owner = :me AND epoch = :epoch AND state IN ('queued', 'running')"""
+
+BILLED: Final = """
+SELECT tenant, key_id, function, revision, model, replica_id, prefill_us, decode_us, last_seq, durability
+FROM requests WHERE id = :id"""
+
+CLOSE_ATTEMPT: Final = """
+UPDATE attempts SET ended_us = :now, reason = :reason, last_seq = :last_seq, prefill_us = :prefill_us,
+    decode_us = :decode_us
+WHERE request_id = :id AND epoch = :epoch AND ended_us IS NULL"""
+
+ATTEMPTS: Final = """
+SELECT epoch, replica_id, slot_id, gateway, after_seq, assigned_us, ended_us, last_seq, reason, loaded_tokens,
+    recomputed_tokens, exact, load_us, detail, prefill_us, decode_us
+FROM attempts WHERE request_id = :id ORDER BY epoch"""
+
+ATTEMPTS_OF_REPLICA: Final = """
+SELECT request_id, epoch FROM attempts WHERE replica_id = :replica_id ORDER BY assigned_us DESC LIMIT :limit"""
+
+EXPIRED: Final = """
+SELECT id, finished_us, expires_us FROM requests WHERE expires_us < :now ORDER BY expires_us LIMIT :limit"""
+
+EXPIRE_LATER: Final = "UPDATE requests SET expires_us = :expires_us WHERE id = :id"
+DROP_LOG: Final = "DELETE FROM token_log WHERE request_id = :id"
+DROP_INPUT: Final = "DELETE FROM request_inputs WHERE request_id = :id"
+DROP_ATTEMPTS: Final = "DELETE FROM attempts WHERE request_id = :id"
+DROP_REQUEST: Final = "DELETE FROM requests WHERE id = :id"
