@@ -1,0 +1,207 @@
+"""API keys, who they belong to, and the installation's own secrets.
+
+A key is `sk-stoker-` and 43 random characters, shown once; stored is its SHA-256 and a prefix for people. Every key
+has a tenant and a role. Keys are few: all that are valid are held in memory, so that a request costs no query.
+Limits: a key revoked through another gateway is refused here after the next `refresh`.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from control_plane.database import Connection, Database
+from control_plane.errors import Forbidden, NotFound, Unauthenticated
+
+KEY_PREFIX: Final = "sk-stoker-"
+DEFAULT_TENANT: Final = "default"
+
+
+class Role(enum.StrEnum):
+    ADMIN = "admin"
+    """Deploys, manages keys, sees usage of its tenant."""
+    USER = "user"
+    """Calls functions of its tenant."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    id: str
+    tenant: str
+    name: str
+    role: Role
+    display: str
+    """Beginning of the secret, to recognise it by."""
+    created_us: int
+    revoked_us: int | None = None
+
+    def require(self, role: Role) -> None:
+        if role is Role.ADMIN and self.role is not Role.ADMIN:
+            raise Forbidden(f"this needs a key with role admin; key {self.display} ({self.name}) has role {self.role}")
+
+
+_COLUMNS: Final = "id, tenant, name, role, display, created_us, revoked_us"
+
+
+def _key(row: Any) -> ApiKey:
+    return ApiKey(row[0], row[1], row[2], Role(row[3]), row[4], row[5], row[6])
+
+
+class Keys:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._by_hash: dict[bytes, ApiKey] = {}
+        self._secrets: dict[str, bytes] = {}
+        self._scopes: dict[str, str] = {}
+
+    async def refresh(self) -> None:
+        """Read the valid keys; once at start, and now and then where several gateways share a database."""
+
+        def run(connection: Connection) -> list[Any]:
+            return connection.execute(
+                f"SELECT {_COLUMNS}, hash FROM api_keys WHERE revoked_us IS NULL"
+            ).fetchall()
+
+        rows = await self._database.read(run)
+        self._by_hash = {bytes(row[7]): _key(row) for row in rows}
+
+    def authenticate(self, authorization: str | None) -> ApiKey:
+        """The key of an `Authorization` header; raises `Unauthenticated`. Looked up by hash, so time tells nothing."""
+        if not authorization:
+            raise Unauthenticated("give an API key: Authorization: Bearer sk-stoker-...", code="missing_api_key")
+        scheme, _, secret = authorization.partition(" ")
+        key = self.lookup(secret.strip()) if scheme.lower() == "bearer" else None
+        if key is None:
+            raise Unauthenticated("this API key is not known or was revoked; an admin makes keys: stoker keys create")
+        return key
+
+    def lookup(self, secret: str) -> ApiKey | None:
+        return self._by_hash.get(_hash(secret))
+
+    async def create(self, tenant: str, name: str, role: Role = Role.USER) -> tuple[ApiKey, str]:
+        """A new key and its secret, which nobody can show again."""
+        return await self._store(tenant, name, role, KEY_PREFIX + secrets.token_urlsafe(32))
+
+    async def _store(self, tenant: str, name: str, role: Role, secret: str) -> tuple[ApiKey, str]:
+        key = ApiKey(
+            id="key_" + secrets.token_hex(6),
+            tenant=tenant,
+            name=name,
+            role=role,
+            display=secret[: len(KEY_PREFIX) + 4] + "...",
+            created_us=time.time_ns() // 1000,
+        )
+        digest = _hash(secret)
+
+        def run(connection: Connection) -> None:
+            connection.execute(
+                """INSERT INTO api_keys (id, tenant, name, role, hash, display, created_us)
+                VALUES (:id, :tenant, :name, :role, :hash, :display, :created_us)""",
+                {
+                    "id": key.id,
+                    "tenant": tenant,
+                    "name": name,
+                    "role": role.value,
+                    "hash": digest,
+                    "display": key.display,
+                    "created_us": key.created_us,
+                },
+            )
+
+        await self._database.write(run)
+        self._by_hash[digest] = key
+        return key, secret
+
+    async def revoke(self, key_id: str, tenant: str) -> ApiKey:
+        """Idempotent; takes effect here at once."""
+
+        def run(connection: Connection) -> Any:
+            values = {"id": key_id, "tenant": tenant, "now": time.time_ns() // 1000}
+            connection.execute(
+                "UPDATE api_keys SET revoked_us = :now WHERE id = :id AND tenant = :tenant AND revoked_us IS NULL",
+                values,
+            )
+            return connection.execute(
+                f"SELECT {_COLUMNS} FROM api_keys WHERE id = :id AND tenant = :tenant", values
+            ).fetchone()
+
+        row = await self._database.write(run)
+        if row is None:
+            raise NotFound(f"there is no API key {key_id}", param="id")
+        self._by_hash = {digest: key for digest, key in self._by_hash.items() if key.id != key_id}
+        return _key(row)
+
+    async def list(self, tenant: str) -> list[ApiKey]:
+        def run(connection: Connection) -> list[Any]:
+            return connection.execute(
+                f"SELECT {_COLUMNS} FROM api_keys WHERE tenant = :tenant ORDER BY created_us, id", {"tenant": tenant}
+            ).fetchall()
+
+        return [_key(row) for row in await self._database.read(run)]
+
+    async def ensure_admin_key(self, path: Path) -> str:
+        """The local admin key of embedded mode, in a file only its owner can read; made at the first start, and again
+        if the file is gone or the database does not know it."""
+        try:
+            secret = path.read_text(encoding="ascii").strip()
+        except (FileNotFoundError, UnicodeDecodeError):
+            secret = ""
+        key = self.lookup(secret) if secret else None
+        if key is not None and key.role is Role.ADMIN:
+            return secret
+        _, secret = await self.create(DEFAULT_TENANT, "local admin", Role.ADMIN)
+        _write_private(path, secret + "\n")
+        return secret
+
+    # --- secrets of the installation --------------------------------------------------------------------------
+
+    async def internal_secret(self, name: str) -> bytes:
+        """32 random bytes under a name, made at first use and the same for every gateway ever after."""
+        known = self._secrets.get(name)
+        if known is None:
+            known = self._secrets[name] = await self._stored_secret(name)
+        return known
+
+    async def _stored_secret(self, name: str) -> bytes:
+        def run(connection: Connection) -> bytes:
+            values = {"name": name, "value": secrets.token_bytes(32), "now": time.time_ns() // 1000}
+            connection.execute(
+                """INSERT INTO secrets (name, value, created_us) VALUES (:name, :value, :now)
+                ON CONFLICT (name) DO NOTHING""",
+                values,
+            )
+            (value,) = connection.execute("SELECT value FROM secrets WHERE name = :name", values).fetchone()
+            return bytes(value)
+
+        return await self._database.write(run)
+
+    async def kv_scope(self, tenant: str) -> str:
+        """Under what name a tenant's KV is kept: an HMAC, so that nobody can name another tenant's."""
+        scope = self._scopes.get(tenant)
+        if scope is None:
+            secret = await self.internal_secret("kv-scope")
+            scope = self._scopes[tenant] = hmac.new(secret, tenant.encode(), hashlib.sha256).hexdigest()
+        return scope
+
+
+def _hash(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Whole or not at all, and never readable by others, not even for a moment."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        os.write(descriptor, text.encode())
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    os.replace(temporary, path)
