@@ -1,0 +1,119 @@
+"""`python -m function_runtime.agent`: the slot's agent as a process of its own.
+
+Holds `agent.lock`, writes `agent.json` when it listens and removes it at a clean end. Exit codes: 0 ended as asked or
+orphaned, 2 another agent holds the slot. SIGTERM ends it with `TERM_GRACE_S` for its replicas.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import fcntl
+import os
+import secrets
+import signal
+import sys
+from pathlib import Path
+from typing import Final
+
+import msgspec
+from aiohttp import web
+
+from function_runtime import process
+from function_runtime.agent.checkpoints import NoCheckpoints
+from function_runtime.agent.server import AgentServer
+from function_runtime.agent.slot import Slot, log
+from function_runtime.agent.watch import Watch
+from function_runtime.protocol import AgentInfo
+
+TERM_GRACE_S: Final = 10.0
+ORPHAN_GRACE_S: Final = 5.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="function_runtime.agent", description=__doc__)
+    parser.add_argument("--slot-dir", type=Path, required=True)
+    parser.add_argument("--slot-id", required=True)
+    parser.add_argument("--pool-dir", type=Path, required=True)
+    parser.add_argument("--pool-bytes", type=int, default=0, help="0: half of the pool directory's file system")
+    parser.add_argument("--warm", type=int, default=0, help="forked workers kept waiting")
+    parser.add_argument("--orphan-s", type=float, default=120.0, help="end when nobody reads the events this long")
+    arguments = parser.parse_args()
+    directory: Path = arguments.slot_dir.resolve()
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = os.open(directory / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(lock, 32).decode(errors="replace").strip() or "unknown"
+        print(f"the slot {directory} already has an agent, pid {holder}", file=sys.stderr)
+        sys.exit(2)
+    os.ftruncate(lock, 0)
+    os.write(lock, f"{os.getpid()}\n".encode())
+    process.set_name("stoker-agent")
+    asyncio.run(_run(arguments, directory))
+
+
+async def _run(arguments: argparse.Namespace, directory: Path) -> None:
+    slot = Slot(slot_id=arguments.slot_id, directory=directory, pool=NoCheckpoints(), warm=arguments.warm)
+    watch = Watch(slot, arguments.orphan_s)
+    token = secrets.token_urlsafe(32)
+    server = AgentServer(slot, watch, token)
+    await slot.open()
+    runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    port = runner.addresses[0][1]
+    info = AgentInfo(
+        slot_id=slot.slot_id,
+        pid=os.getpid(),
+        host="127.0.0.1",
+        port=port,
+        token=token,
+        incarnation=slot.incarnation,
+    )
+    info_path = directory / "agent.json"
+    _write_private(info_path, msgspec.json.encode(info))
+    log(f"agent pid={os.getpid()} slot={slot.slot_id} port={port} warm={arguments.warm}")
+    terminated = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminated.set)
+    watching = asyncio.create_task(watch.run())
+    wishes = {
+        asyncio.create_task(terminated.wait(), name="SIGTERM"): TERM_GRACE_S,
+        asyncio.create_task(watch.orphaned.wait(), name="nobody reads its events"): ORPHAN_GRACE_S,
+        asyncio.create_task(_wait(server.shutdown_wanted), name="asked to shut down"): 0.0,
+        watching: 0.0,
+    }
+    try:
+        done, _ = await asyncio.wait(wishes, return_when=asyncio.FIRST_COMPLETED)
+        first = done.pop()
+        grace_s = server.shutdown_wanted.result() if server.shutdown_wanted.done() else wishes[first]
+        reason = "the watch failed" if first is watching else first.get_name()
+        log(f"agent ends: {reason}, grace={grace_s:g} s")
+        await slot.close(grace_s, f"the agent ends: {reason}")
+        info_path.unlink(missing_ok=True)
+        await runner.cleanup()
+        if first is watching:
+            await watching
+    finally:
+        slot.children.kill_all()
+        for task in wishes:
+            task.cancel()
+
+
+async def _wait(future: asyncio.Future[float]) -> None:
+    await asyncio.shield(future)
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.unlink(missing_ok=True)
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)
+    os.replace(temporary, path)
+
+
+if __name__ == "__main__":
+    main()

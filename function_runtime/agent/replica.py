@@ -1,0 +1,142 @@
+"""A replica as its agent keeps it: the spec, one state with one transition table, stages, and its last report.
+
+    STARTING -> LOADING -> READY -> DRAINING -> ENDED; FAILED and ENDED are reachable from the first four, and final
+
+Its life is counted from the moment it was asked for, on the machine's monotonic clock; a worker counts from the same
+moment. Limits: after a kill the parts of its time are those of its last report, `held_us` is the agent's measurement.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from function_runtime.agent.worker_process import WorkerProcess
+from function_runtime.errors import SlotError
+from function_runtime.protocol import (
+    ReplicaError,
+    ReplicaMemory,
+    ReplicaSpec,
+    ReplicaState,
+    ReplicaStatus,
+    ReplicaTime,
+    Stage,
+)
+
+_S: Final = ReplicaState
+_NEXT: Final[dict[ReplicaState, frozenset[ReplicaState]]] = {
+    _S.STARTING: frozenset({_S.LOADING, _S.FAILED, _S.ENDED}),
+    _S.LOADING: frozenset({_S.STARTING, _S.READY, _S.FAILED, _S.ENDED}),
+    _S.READY: frozenset({_S.DRAINING, _S.FAILED, _S.ENDED}),
+    _S.DRAINING: frozenset({_S.FAILED, _S.ENDED}),
+    _S.FAILED: frozenset(),
+    _S.ENDED: frozenset(),
+}
+"""LOADING goes back to STARTING when the worker proved dead before it took the spec and another one is used."""
+FINAL: Final = frozenset({_S.FAILED, _S.ENDED})
+
+
+class Replica:
+    def __init__(self, spec: ReplicaSpec, token: str, on_change: Callable[[Replica], None]) -> None:
+        self.spec = spec
+        self.token = token
+        self.state = ReplicaState.STARTING
+        self.worker: WorkerProcess | None = None
+        self.warm_worker = False
+        self.created_ns = time.monotonic_ns()
+        self.created_us = time.time_ns() // 1000
+        self.ready_us = 0
+        self.ended_us = 0
+        self.ended_ns = 0
+        self.port = 0
+        self.pid = 0
+        self.stages: list[Stage] = []
+        self.memory = ReplicaMemory()
+        self.error: ReplicaError | None = None
+        self.exit = ""
+        self.end_reason = ""
+        self.memory_returned: bool | None = None
+        self.ending = False
+        """Its process is being put away: nothing may cancel that."""
+        self._time: ReplicaTime | None = None
+        self._on_change = on_change
+
+    @property
+    def id(self) -> str:
+        return self.spec.replica_id
+
+    @property
+    def is_final(self) -> bool:
+        return self.state in FINAL
+
+    def go(self, state: ReplicaState) -> None:
+        if state not in _NEXT[self.state]:
+            raise SlotError("state", f"replica {self.id} cannot go from {self.state} to {state}", retry=False)
+        self.state = state
+        self.changed()
+
+    def changed(self) -> None:
+        self._on_change(self)
+
+    def add_stage(self, name: str, begin_ns: int, *, nbytes: int = 0, tier: str = "", detail: str = "") -> None:
+        now_ns = time.monotonic_ns()
+        duration_us = (now_ns - begin_ns) // 1000
+        start_us = time.time_ns() // 1000 - duration_us
+        self.stages.append(Stage(name, start_us, duration_us, nbytes, tier, detail))
+
+    def fail(self, error: SlotError) -> None:
+        """Remembers why; the state follows when the process is gone."""
+        if self.error is None:
+            self.error = ReplicaError(code=error.code, message=error.message, retry=error.retry)
+
+    def close_time(self) -> None:
+        """Called once the process is gone: from now on the time stands still."""
+        self.ended_ns = time.monotonic_ns()
+        self.ended_us = time.time_ns() // 1000
+        held_us = (self.ended_ns - self.created_ns) // 1000
+        farewell = self.worker.farewell if self.worker is not None else None
+        if farewell is not None:
+            # An orderly end: what the process needed to go away is overhead of its own.
+            last = farewell.time
+            parts_us = last.cold_us + last.attributed_us + last.idle_us
+            self._time = msgspec.structs.replace(last, held_us=held_us, overhead_us=max(0, held_us - parts_us))
+        elif not self.ready_us:
+            self._time = ReplicaTime(held_us=held_us, cold_us=held_us)
+        else:
+            self._time = msgspec.structs.replace(self.time, held_us=held_us)
+
+    @property
+    def time(self) -> ReplicaTime:
+        if self._time is not None:
+            return self._time
+        report = self.worker.report if self.worker is not None else None
+        if report is not None:
+            return report.time
+        held_us = (time.monotonic_ns() - self.created_ns) // 1000
+        return ReplicaTime(held_us=held_us, cold_us=held_us)
+
+    def status(self) -> ReplicaStatus:
+        return ReplicaStatus(
+            replica_id=self.id,
+            function=self.spec.function,
+            revision=self.spec.revision,
+            state=self.state,
+            spec=self.spec,
+            pid=self.pid,
+            port=self.port,
+            token=self.token,
+            warm_worker=self.warm_worker,
+            created_us=self.created_us,
+            ready_us=self.ready_us,
+            ended_us=self.ended_us,
+            stages=tuple(self.stages),
+            time=self.time,
+            memory=self.memory,
+            error=self.error,
+            exit=self.exit,
+            end_reason=self.end_reason,
+            memory_returned=self.memory_returned,
+        )

@@ -1,0 +1,175 @@
+"""The agent's HTTP face: JSON with a bearer token on the loopback address, events as NDJSON.
+
+Bodies are the structures of `function_runtime.protocol`; errors are {"error": {"code", "message", "retry"}}.
+Limits: a request body has at most `MAX_BODY_BYTES`; a stream whose reader is stuck holds no lease once writes block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from function_runtime.agent.slot import Slot
+from function_runtime.agent.watch import Watch
+from function_runtime.errors import SlotError, SpecError
+from function_runtime.protocol import ReplicaSpec, SlotEvent
+from model_loader.errors import LoaderError
+
+MAX_BODY_BYTES: Final = 4 * 1024 * 1024
+MAX_LOG_LINES: Final = 10_000
+_LOG_TAIL_BYTES: Final = 2 * 1024 * 1024
+_STALLED_WRITE_S: Final = 10.0
+T = TypeVar("T")
+
+
+class WarmTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    workers: int
+
+
+class PoolWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    manifest_path: str
+    dtype: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    grace_s: float = 10.0
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
+
+
+def _error(status: int, code: str, message: str, *, retry: bool) -> web.Response:
+    return _json({"error": {"code": code, "message": message, "retry": retry}}, status)
+
+
+class AgentServer:
+    def __init__(self, slot: Slot, watch: Watch, token: str) -> None:
+        self._slot = slot
+        self._watch = watch
+        self._authorization = f"Bearer {token}".encode()
+        self.shutdown_wanted: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
+        app.add_routes([
+            web.post("/v1/replicas", self.start_replica),
+            web.delete("/v1/replicas/{id}", self.end_replica),
+            web.get("/v1/replicas/{id}", self.read_replica),
+            web.get("/v1/replicas/{id}/log", self.read_log),
+            web.get("/v1/state", self.read_state),
+            web.get("/v1/events", self.stream_events),
+            web.post("/v1/warm", self.set_warm),
+            web.post("/v1/pool/warm", self.warm_pool),
+            web.post("/v1/shutdown", self.shut_down),
+        ])  # fmt: skip
+        return app
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode()
+        if not hmac.compare_digest(given, self._authorization):
+            return _error(401, "unauthenticated", "the agent's bearer token is required", retry=False)
+        try:
+            return await handler(request)
+        except SpecError as error:
+            return _error(400, error.code, error.message, retry=False)
+        except SlotError as error:
+            return _error(503 if error.retry else 422, error.code, error.message, retry=error.retry)
+        except LoaderError as error:
+            return _error(503 if error.retry else 422, error.code, str(error), retry=error.retry)
+        except msgspec.MsgspecError as error:
+            return _error(400, "invalid_body", str(error), retry=False)
+
+    async def start_replica(self, request: web.Request) -> web.Response:
+        spec = await _body(request, ReplicaSpec)
+        return _json(self._slot.start_replica(spec))
+
+    async def end_replica(self, request: web.Request) -> web.Response:
+        grace_s = _number(request, "grace_s", 30.0)
+        status = self._slot.end_replica(request.match_info["id"], grace_s, request.query.get("reason", "asked"))
+        return _json(status) if status is not None else _unknown(request)
+
+    async def read_replica(self, request: web.Request) -> web.Response:
+        replica = self._slot.get(request.match_info["id"])
+        return _json(replica.status()) if replica is not None else _unknown(request)
+
+    async def read_log(self, request: web.Request) -> web.Response:
+        if self._slot.get(request.match_info["id"]) is None:
+            return _unknown(request)
+        lines = min(MAX_LOG_LINES, max(0, int(_number(request, "tail", 200))))
+        path = self._slot.log_directory / f"{request.match_info['id']}.log"
+
+        def tail() -> bytes:
+            try:
+                with path.open("rb") as file:
+                    size = file.seek(0, 2)
+                    file.seek(max(0, size - _LOG_TAIL_BYTES))
+                    return b"".join(file.readlines()[-lines:]) if lines else b""
+            except FileNotFoundError:
+                return b""
+
+        return web.Response(body=await asyncio.to_thread(tail), content_type="text/plain", charset="utf-8")
+
+    async def read_state(self, request: web.Request) -> web.Response:
+        return _json(self._slot.state())
+
+    async def stream_events(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        await response.prepare(request)
+        encode = msgspec.json.Encoder().encode
+        with self._slot.events.listen() as queue:
+            event: SlotEvent | None = SlotEvent(state=self._slot.state())
+            try:
+                while event is not None:
+                    async with asyncio.timeout(_STALLED_WRITE_S):
+                        await response.write(encode(event) + b"\n")
+                    self._watch.stream_was_read()
+                    event = await queue.get()
+            except (ConnectionError, TimeoutError):
+                # The reader is gone or stuck; it begins anew with the whole state.
+                pass
+        return response
+
+    async def set_warm(self, request: web.Request) -> web.Response:
+        wish = await _body(request, WarmTarget)
+        if not 0 <= wish.workers <= 64:
+            raise SpecError(f"workers is {wish.workers}, allowed are 0 to 64")
+        self._slot.workers.set_target(wish.workers)
+        return _json(self._slot.state())
+
+    async def warm_pool(self, request: web.Request) -> web.Response:
+        wish = await _body(request, PoolWish)
+        checkpoint = await self._slot.pool.warm(wish.manifest_path, wish.dtype)
+        return _json({"path": checkpoint.path, "tier": checkpoint.tier, "nbytes": checkpoint.nbytes})
+
+    async def shut_down(self, request: web.Request) -> web.Response:
+        wish = await _body(request, Shutdown)
+        if not self.shutdown_wanted.done():
+            self.shutdown_wanted.set_result(wish.grace_s)
+        return _json({"ending": True})
+
+
+async def _body(request: web.Request, kind: type[T]) -> T:
+    return msgspec.json.decode(await request.read() or b"{}", type=kind)
+
+
+def _number(request: web.Request, name: str, default: float) -> float:
+    try:
+        value = float(request.query.get(name, default))
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 86_400:
+        raise SpecError(f"{name} must be a number from 0 to 86400")
+    return value
+
+
+def _unknown(request: web.Request) -> web.Response:
+    return _error(404, "replica_unknown", f"no replica {request.match_info['id']} here", retry=False)

@@ -1,0 +1,299 @@
+"""The slot: replicas, workers and the warm pool of one place, and the one task per replica that brings it up and down.
+
+    start: worker (waiting | forked) and prepared checkpoint at the same time -> specialise -> ready
+    end:   drain within its grace -> exit (or kill) -> lease of the pool released -> memory compared with the baseline
+
+Whatever ends a replica, its process is reaped before its state says so. Limits: final states are kept for
+`KEEP_FINAL` replicas, the oldest forgotten first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+from function_runtime import process
+from function_runtime.agent.checkpoints import Checkpoint, Checkpoints
+from function_runtime.agent.children import Children
+from function_runtime.agent.events import EventHub
+from function_runtime.agent.memory import Baseline, sample
+from function_runtime.agent.replica import Replica
+from function_runtime.agent.worker_process import WorkerProcess
+from function_runtime.agent.workers import STUB, Workers
+from function_runtime.errors import LoadError, SlotError, SpecError, WorkerLost
+from function_runtime.protocol import ReplicaSpec, ReplicaState, ReplicaStatus, SlotEvent, SlotState
+from function_runtime.wire import Drain, LoadFailed, Prepared, Specialise
+
+TAKEN_WITHIN_S: Final = 2.0
+"""A worker that runs takes a spec within a few milliseconds; one that does not is stopped or hangs."""
+ATTEMPTS: Final = 3
+KILL_AFTER_GRACE_S: Final = 8.0
+"""Beyond its grace an ending replica has this long for its last flush and its exit."""
+KEEP_FINAL: Final = 500
+
+
+def log(text: str) -> None:
+    print(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+class Slot:
+    def __init__(self, *, slot_id: str, directory: Path, pool: Checkpoints, warm: int) -> None:
+        self.slot_id = slot_id
+        self.directory = directory
+        self.incarnation = secrets.token_hex(8)
+        self.log_directory = directory / "replicas"
+        self.events = EventHub()
+        self.children = Children()
+        self.workers = Workers(self.children, directory, warm, directory / "agent.log", self.slot_changed)
+        self.pool = pool
+        self.baseline = Baseline()
+        self.memory_used_bytes = 0
+        self.closing = False
+        self._replicas: dict[str, Replica] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._announced = False
+
+    async def open(self) -> None:
+        self.log_directory.mkdir(parents=True, exist_ok=True)
+        process.adopt_orphans()
+        for module in ("function_runtime.template", "function_runtime.stub", "function_runtime.bound"):
+            for pid in process.processes_with_arguments(module, str(self.directory)):
+                log(f"killing pid={pid}, left by an earlier agent")
+                os.kill(pid, signal.SIGKILL)
+        await self.pool.open()
+        self.workers.refill_soon(0.0)
+
+    # --- replicas -------------------------------------------------------------------------------------------------
+
+    def get(self, replica_id: str) -> Replica | None:
+        return self._replicas.get(replica_id)
+
+    @property
+    def live(self) -> list[Replica]:
+        return [replica for replica in self._replicas.values() if not replica.is_final]
+
+    def start_replica(self, spec: ReplicaSpec) -> ReplicaStatus:
+        """Begins to make it and returns at once. Asked again for the same id, it says how that one is."""
+        known = self._replicas.get(spec.replica_id)
+        if known is not None:
+            return known.status()
+        if self.closing:
+            raise SlotError("agent_ending", "this agent is ending", retry=True)
+        if not spec.replica_id or "/" in spec.replica_id or spec.replica_id.startswith("."):
+            raise SpecError(f"replica_id {spec.replica_id!r} is no plain name")
+        replica = Replica(spec, secrets.token_urlsafe(32), self._replica_changed)
+        self._replicas[replica.id] = replica
+        self._tasks[replica.id] = asyncio.create_task(self._live(replica), name=f"replica {replica.id}")
+        replica.changed()
+        return replica.status()
+
+    def end_replica(self, replica_id: str, grace_s: float, reason: str) -> ReplicaStatus | None:
+        """Asks it to end; asked again, the new grace counts. None: no such replica."""
+        replica = self._replicas.get(replica_id)
+        if replica is None or replica.is_final:
+            return replica.status() if replica is not None else None
+        replica.end_reason = replica.end_reason or reason
+        worker = replica.worker
+        if replica.state in (ReplicaState.READY, ReplicaState.DRAINING) and worker is not None:
+            worker.say(Drain(grace_s=grace_s, reason=reason))
+            asyncio.get_running_loop().call_later(grace_s + KILL_AFTER_GRACE_S, worker.kill)
+            if replica.state is ReplicaState.READY:
+                replica.go(ReplicaState.DRAINING)
+        elif not replica.ending:
+            self._tasks[replica_id].cancel()
+        return replica.status()
+
+    async def _live(self, replica: Replica) -> None:
+        """From the request for a replica to its end, whatever happens in between."""
+        try:
+            try:
+                async with asyncio.timeout(replica.spec.start_timeout_s):
+                    await self._start(replica)
+            except TimeoutError:
+                message = f"not ready within {replica.spec.start_timeout_s:g} s"
+                raise LoadError("start_timeout", message, retry=True) from None
+            if replica.worker is not None:
+                ended = await asyncio.shield(replica.worker.gone)
+                if replica.worker.farewell is None and not (replica.end_reason and ended == "exit 0"):
+                    raise WorkerLost(f"its process ended: {ended}")
+        except SlotError as error:
+            replica.fail(error)
+        except asyncio.CancelledError:
+            replica.end_reason = replica.end_reason or "the agent ends"
+        except Exception as error:
+            replica.fail(LoadError("agent_error", f"{type(error).__name__}: {error}", retry=True))
+            raise
+        finally:
+            replica.ending = True
+            await self._finish(replica)
+
+    async def _start(self, replica: Replica) -> None:
+        self.workers.start_begins()
+        checkpoint = asyncio.create_task(self._prepare(replica))
+        try:
+            for attempt in range(1, ATTEMPTS + 1):
+                try:
+                    worker = await self._specialise(replica, checkpoint)
+                    break
+                except WorkerLost as lost:
+                    log(f"replica={replica.id} attempt={attempt} {lost.message}")
+                    if replica.worker is not None:
+                        replica.worker.kill()
+                        await asyncio.shield(replica.worker.gone)
+                    if attempt == ATTEMPTS:
+                        raise
+                    replica.worker = None
+                    if replica.state is ReplicaState.LOADING:
+                        replica.go(ReplicaState.STARTING)
+            await self._become_ready(replica, worker, checkpoint)
+        finally:
+            checkpoint.cancel()
+            await asyncio.gather(checkpoint, return_exceptions=True)
+            self.workers.start_ends()
+
+    async def _prepare(self, replica: Replica) -> Checkpoint:
+        if replica.spec.options.engine == STUB:
+            return Checkpoint("", "none", 0)
+        begin_ns = time.monotonic_ns()
+        checkpoint = await self.pool.acquire(replica.spec)
+        replica.add_stage("prepare", begin_ns, nbytes=checkpoint.nbytes, tier=checkpoint.tier)
+        return checkpoint
+
+    async def _specialise(self, replica: Replica, checkpoint: asyncio.Task[Checkpoint]) -> WorkerProcess:
+        """A worker that has taken the spec. Raises `WorkerLost` for one that did not, and what the pool raised."""
+        begin_ns = time.monotonic_ns()
+        log_path = self.log_directory / f"{replica.id}.log"
+        taking = asyncio.create_task(self.workers.take(replica.spec, log_path))
+        try:
+            await asyncio.wait([taking, checkpoint], return_when=asyncio.FIRST_COMPLETED)
+            if checkpoint.done():
+                await checkpoint
+            worker, replica.warm_worker = await asyncio.shield(taking)
+        except BaseException:
+            taking.cancel()
+            (outcome,) = await asyncio.gather(taking, return_exceptions=True)
+            if isinstance(outcome, tuple):
+                outcome[0].kill()
+            raise
+        replica.worker, replica.pid = worker, worker.pid
+        replica.add_stage("worker", begin_ns, detail="waiting" if replica.warm_worker else "started")
+        worker.say(Specialise(replica.spec, replica.token, str(log_path), replica.created_ns))
+        if checkpoint.done():
+            worker.say(Prepared((await checkpoint).path))
+        replica.go(ReplicaState.LOADING)
+        try:
+            await asyncio.wait_for(asyncio.shield(worker.taken), TAKEN_WITHIN_S)
+        except TimeoutError as error:
+            raise WorkerLost(f"worker {worker.pid} did not take its spec within {TAKEN_WITHIN_S:g} s") from error
+        if not checkpoint.done():
+            await asyncio.wait([checkpoint, worker.gone], return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]
+            if worker.gone.done():
+                raise WorkerLost(f"worker {worker.pid} ended while its checkpoint was prepared")
+            worker.say(Prepared((await checkpoint).path))
+        return worker
+
+    async def _become_ready(
+        self, replica: Replica, worker: WorkerProcess, checkpoint: asyncio.Task[Checkpoint]
+    ) -> None:
+        answer = await asyncio.shield(worker.ready)
+        if isinstance(answer, LoadFailed):
+            raise LoadError(answer.code, answer.message, retry=answer.retry)
+        replica.stages.extend(answer.stages)
+        replica.port = answer.port
+        replica.ready_us = time.time_ns() // 1000
+        replica.go(ReplicaState.READY)
+
+    async def _finish(self, replica: Replica) -> None:
+        worker = replica.worker
+        begin_ns = time.monotonic_ns()
+        if worker is not None:
+            worker.kill()
+            replica.exit = await asyncio.shield(worker.gone)
+            if worker.farewell is not None:
+                replica.stages.extend(worker.farewell.stages)
+                begin_ns = worker.farewell_ns
+            replica.add_stage("exit", begin_ns, detail=replica.exit)
+        replica.close_time()
+        self.pool.release(replica.id)
+        begin_ns = time.monotonic_ns()
+        replica.memory_returned = await self._memory_returned(replica)
+        replica.add_stage("memory", begin_ns, nbytes=replica.memory.rss_bytes)
+        log(f"replica={replica.id} ended exit={replica.exit!r} reason={replica.end_reason!r} error={replica.error}")
+        replica.go(ReplicaState.FAILED if replica.error is not None else ReplicaState.ENDED)
+        del self._tasks[replica.id]
+        final = [r for r in self._replicas.values() if r.is_final]
+        for forgotten in final[: max(0, len(final) - KEEP_FINAL)]:
+            del self._replicas[forgotten.id]
+
+    # --- memory ---------------------------------------------------------------------------------------------------
+
+    @property
+    def own_pids(self) -> frozenset[int]:
+        """Agent, template and waiting workers: what is there at zero."""
+        pids = {os.getpid(), self.workers.template.pid, *(worker.pid for worker in self.workers.waiting)}
+        return frozenset(pids - {0})
+
+    async def _memory_returned(self, replica: Replica) -> bool:
+        own = self.own_pids
+        memory = await asyncio.to_thread(sample, own)
+        return self.baseline.is_reached(replica.pid, own, memory)
+
+    async def measure_memory(self) -> None:
+        own, live = self.own_pids, self.live
+        settled = all(worker.is_warm for worker in self.workers.waiting)
+        memory = await asyncio.to_thread(sample, own | {replica.pid for replica in live if replica.pid})
+        self.memory_used_bytes = sum(held.pss_bytes for held in memory.values())
+        if not live and not self.live and settled and own == self.own_pids:
+            self.baseline.learn(own, memory)
+        for replica in live:
+            if replica.pid and not replica.is_final and memory[replica.pid].rss_bytes:
+                replica.memory = memory[replica.pid]
+
+    # --- the whole ------------------------------------------------------------------------------------------------
+
+    def state(self) -> SlotState:
+        entries = self.pool.entries()
+        return SlotState(
+            slot_id=self.slot_id,
+            agent_pid=os.getpid(),
+            incarnation=self.incarnation,
+            template_ready=self.workers.template.is_ready,
+            warm_workers=self.workers.warm_count,
+            warm_target=self.workers.target,
+            pool_budget_bytes=self.pool.budget_bytes,
+            pool_used_bytes=sum(entry.nbytes for entry in entries),
+            pool=entries,
+            replicas=tuple(replica.status() for replica in self._replicas.values()),
+            memory_baseline_bytes=self.baseline.bytes,
+            memory_used_bytes=self.memory_used_bytes,
+            template_import_us=self.workers.template.import_us,
+        )
+
+    def _replica_changed(self, replica: Replica) -> None:
+        self.events.publish(SlotEvent(replica=replica.status()))
+
+    def slot_changed(self) -> None:
+        """Announces the slot's own change once, however many came together."""
+        if not self._announced:
+            self._announced = True
+            asyncio.get_running_loop().call_soon(self._announce)
+
+    def _announce(self) -> None:
+        self._announced = False
+        self.events.publish(SlotEvent(state=self.state()))
+
+    async def close(self, grace_s: float, reason: str) -> None:
+        """Ends every replica, the workers that wait, and the template."""
+        self.closing = True
+        tasks = list(self._tasks.values())
+        for replica in self.live:
+            self.end_replica(replica.id, grace_s, reason)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.workers.close()
+        self.children.kill_all()

@@ -1,0 +1,93 @@
+"""The agent's once-a-second look at everything it keeps: leases out, memory, processes that are stopped or stalled.
+
+    lease   every worker hears that the agent lives; the agent itself ends when nobody reads its events for `orphan_s`
+    stopped a stopped child is killed after `STOPPED_FOR_S`, a replica without progress after `STALLED_AFTER_S`
+
+A period that itself came late (the agent was stopped, the machine slept) judges nobody. Limits: a stopped process is
+seen within a second or two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from typing import Final
+
+from function_runtime import process
+from function_runtime.agent.slot import Slot, log
+from function_runtime.agent.worker_process import WorkerProcess
+from function_runtime.errors import SlotError
+from function_runtime.protocol import STALLED_AFTER_S, ReplicaState, SlotEvent
+from function_runtime.wire import Ping
+
+PERIOD_S: Final = 1.0
+STOPPED_FOR_S: Final = 3.0
+
+
+class Watch:
+    def __init__(self, slot: Slot, orphan_s: float) -> None:
+        self._slot = slot
+        self._orphan_s = orphan_s
+        self._stopped_since: dict[int, float] = {}
+        self.read_at_s = time.monotonic()
+        """When an event stream was last seen to be read."""
+        self.orphaned = asyncio.Event()
+
+    def stream_was_read(self) -> None:
+        self.read_at_s = time.monotonic()
+
+    async def run(self) -> None:
+        due_s = time.monotonic()
+        while True:
+            due_s += PERIOD_S
+            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            now_s = time.monotonic()
+            was_late = now_s - due_s > PERIOD_S
+            if was_late:
+                # Not our reader's fault, nor our workers'.
+                due_s = now_s
+                self.read_at_s = max(self.read_at_s, now_s - self._orphan_s / 2)
+                self._stopped_since.clear()
+            await self._look(now_s, judge=not was_late)
+
+    async def _look(self, now_s: float, *, judge: bool) -> None:
+        slot = self._slot
+        workers = self._workers()
+        for worker in workers:
+            worker.say(Ping(lease_s=self._orphan_s))
+        if judge:
+            self._kill_stopped(now_s, workers)
+            self._kill_stalled(now_s)
+            if now_s - self.read_at_s > self._orphan_s:
+                self.orphaned.set()
+        slot.children.reap_strays()
+        await slot.measure_memory()
+        for replica in slot.live:
+            if replica.state in (ReplicaState.READY, ReplicaState.DRAINING):
+                replica.changed()
+        slot.events.publish(SlotEvent())
+
+    def _workers(self) -> list[WorkerProcess]:
+        held = [replica.worker for replica in self._slot.live if replica.worker is not None]
+        return [worker for worker in (*held, *self._slot.workers.waiting) if worker.alive]
+
+    def _kill_stopped(self, now_s: float, workers: Iterable[WorkerProcess]) -> None:
+        pids = {worker.pid for worker in workers} | {self._slot.workers.template.pid}
+        stopped = {pid for pid in pids if pid and process.is_stopped(pid)}
+        self._stopped_since = {pid: self._stopped_since.get(pid, now_s) for pid in stopped}
+        for pid, since_s in self._stopped_since.items():
+            if now_s - since_s >= STOPPED_FOR_S:
+                log(f"killing pid={pid}: stopped for {now_s - since_s:.0f} s")
+                self._slot.children.kill(pid)
+
+    def _kill_stalled(self, now_s: float) -> None:
+        for replica in self._slot.live:
+            worker = replica.worker
+            if worker is None or replica.state not in (ReplicaState.READY, ReplicaState.DRAINING):
+                continue
+            silent_s = now_s - worker.heard_ns / 1e9
+            if silent_s > STALLED_AFTER_S:
+                log(f"killing replica={replica.id}: no progress for {silent_s:.0f} s")
+                replica.fail(SlotError("replica_stalled", f"no progress for {silent_s:.0f} s", retry=True))
+                worker.kill()

@@ -1,0 +1,215 @@
+"""What the worker's loop asks of an engine; torch-free, so that the loop runs the same over the real one and a stub.
+
+One thread owns the engine: between two `step` calls it may `submit`, `cancel` and `export_kv`. What a step produced is
+given as plain records (the real engine's have the same fields). Limits: KV travels as contiguous host buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from function_runtime.protocol import TokenEvent, Work
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """KV of a run of tokens is [layers, 2, tokens, kv_heads, head_dim] of `dtype`, contiguous."""
+
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    block_size: int
+
+    @property
+    def row_nbytes(self) -> int:
+        """One token's keys (or values) in one layer."""
+        return self.kv_heads * self.head_dim * {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+
+    @property
+    def nbytes_per_token(self) -> int:
+        return self.num_layers * 2 * self.row_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class KvRun:
+    """KV of `tokens` tokens of one choice, beginning where the run before it ends."""
+
+    tokens: int
+    data: memoryview | bytearray | bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredKv:
+    """Per choice the verified runs that cover positions [0, length) without a gap."""
+
+    choices: tuple[tuple[KvRun, ...], ...]
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(sum(run.tokens for run in runs) for runs in self.choices)
+
+
+class Admission(Protocol):
+    @property
+    def loaded_tokens(self) -> int: ...
+    @property
+    def recomputed_tokens(self) -> int: ...
+    @property
+    def exact(self) -> bool: ...
+    @property
+    def detail(self) -> str: ...
+
+
+class RequestTokensLike(Protocol):
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def first_seq(self) -> int: ...
+    @property
+    def events(self) -> tuple[TokenEvent, ...]: ...
+    @property
+    def cached_tokens(self) -> int: ...
+    @property
+    def prefill_ends(self) -> tuple[int, ...]: ...
+
+
+class RequestEndLike(Protocol):
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def last_seq(self) -> int: ...
+    @property
+    def cancelled(self) -> bool: ...
+
+
+class FaultLike(Protocol):
+    """Why a request failed: `SlotError` and the engine's own errors are of this shape."""
+
+    @property
+    def code(self) -> str: ...
+    @property
+    def message(self) -> str: ...
+    @property
+    def retry(self) -> bool: ...
+
+
+class SealedRangeLike(Protocol):
+    """Positions [start, end) of a choice whose KV is complete and may be exported until the next step."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def choice(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def partial(self) -> bool: ...
+
+
+class StepLike(Protocol):
+    @property
+    def tokens(self) -> Sequence[RequestTokensLike]: ...
+    @property
+    def finished(self) -> Sequence[RequestEndLike]: ...
+    @property
+    def failed(self) -> Sequence[tuple[str, int, FaultLike]]: ...
+    @property
+    def sealed(self) -> Sequence[SealedRangeLike]: ...
+    @property
+    def device_us(self) -> Mapping[str, tuple[int, int]]:
+        """Per request (prefill_us, decode_us) of this step; the sum is the step's busy time."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    running: int
+    waiting: int
+    kv_used_blocks: int
+    kv_total_blocks: int
+
+
+class EngineLike(Protocol):
+    @property
+    def has_work(self) -> bool: ...
+    @property
+    def max_context_tokens(self) -> int: ...
+    @property
+    def kv_layout(self) -> KvLayout | None:
+        """None: this engine's KV cannot be stored."""
+        ...
+
+    @property
+    def stats(self) -> EngineStats: ...
+    def submit(self, work: Work, restored: RestoredKv | None) -> Admission:
+        """Raises `EngineFault` for a request it cannot carry."""
+        ...
+
+    def cancel(self, request_id: str) -> bool: ...
+    def step(self) -> StepLike: ...
+    def export_kv(self, request_id: str, choice: int, start: int, end: int) -> memoryview:
+        """A copy, contiguous, in the layout's order."""
+        ...
+
+    def kv_tail(self, request_id: str) -> Sequence[tuple[int, int, int]]:
+        """Per choice that still runs: (choice, start, end) of complete KV beyond the last sealed range."""
+        ...
+
+
+# --- plain records of these shapes, for engines that have none of their own --------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    loaded_tokens: int = 0
+    recomputed_tokens: int = 0
+    exact: bool = True
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTokens:
+    request_id: str
+    epoch: int
+    first_seq: int
+    events: tuple[TokenEvent, ...]
+    cached_tokens: int = 0
+    prefill_ends: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnd:
+    request_id: str
+    epoch: int
+    last_seq: int
+    cancelled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SealedRange:
+    request_id: str
+    epoch: int
+    choice: int
+    start: int
+    end: int
+    partial: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    tokens: tuple[RequestTokens, ...] = ()
+    finished: tuple[RequestEnd, ...] = ()
+    failed: tuple[tuple[str, int, FaultLike], ...] = ()
+    sealed: tuple[SealedRange, ...] = ()
+    device_us: Mapping[str, tuple[int, int]] = field(default_factory=dict)

@@ -1,0 +1,467 @@
+"""A replica's loop: one thread that reads gateways and the agent, runs engine steps, and reports its own progress.
+
+    wait (only without work) -> messages -> one engine step -> tokens out -> KV out -> heartbeat
+
+No other thread touches the engine; helpers (KV reads and writes) hand their results over through an `Inbox`.
+A lost gateway connection stops nothing; the agent's end of its socket closing stops everything.
+Limits: a step is not interrupted, so a cancellation or a drain waits for the step under way.
+"""
+
+from __future__ import annotations
+
+import hmac
+import selectors
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import msgspec
+
+from function_runtime.clock import LifeClock, Stopwatch
+from function_runtime.engine_like import EngineLike, RestoredKv
+from function_runtime.errors import EngineFault
+from function_runtime.gateway_link import HELLO_WITHIN_S, GatewayLink
+from function_runtime.held import HeldRequest, HeldRequests
+from function_runtime.inbox import Inbox
+from function_runtime.protocol import (
+    HEARTBEAT_S,
+    PROTOCOL_VERSION,
+    Accepted,
+    Attach,
+    Attached,
+    Cancel,
+    GatewayMessage,
+    Hello,
+    KvSealed,
+    Progress,
+    ReplicaSpec,
+    Settled,
+    Submit,
+    Unknown,
+    Welcome,
+    Work,
+)
+from function_runtime.wire import AgentWord, Drain, Ping, Report, agent_words, pack
+
+IDLE_HEARTBEAT_S: Final = 1.0
+MAX_LINKS: Final = 64
+FLUSH_WITHIN_S: Final = 5.0
+"""How long an ending replica may spend on storing the KV of what it could not finish."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvRead:
+    """What came back from the store for a request: a gapless, verified beginning of each choice, or nothing."""
+
+    restored: RestoredKv | None
+    duration_us: int
+    detail: str = ""
+
+
+class KvService(Protocol):
+    """Durable KV as the loop sees it; answers come through the inbox."""
+
+    def begin_read(self, held: HeldRequest) -> None: ...
+    def write(self, held: HeldRequest, choice: int, start: int, end: int, data: memoryview) -> None: ...
+    def flush(self, within_s: float) -> None:
+        """Blocks until everything queued is stored (and its `KvSealed` posted), or the time is over."""
+        ...
+
+    def release(self, held: HeldRequest) -> None:
+        """The request is settled: its chunks may go."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class AgentChannel:
+    """The worker's end of its socket pair with the agent."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self._buffer = bytearray()
+
+    def say(self, word: msgspec.Struct) -> None:
+        try:
+            self.socket.sendall(pack(word))  # type: ignore[arg-type]
+        except OSError as error:
+            raise AgentGone from error
+
+    def receive(self) -> list[AgentWord]:
+        """Blocks until something comes. Raises `AgentGone` at the end of the stream."""
+        try:
+            data = self.socket.recv(1 << 16)
+        except OSError as error:
+            raise AgentGone from error
+        if not data:
+            raise AgentGone
+        self._buffer += data
+        words: list[AgentWord] = []
+        while len(self._buffer) >= 4:
+            size = int.from_bytes(self._buffer[:4], "big")
+            if len(self._buffer) < 4 + size:
+                break
+            words.append(agent_words.decode(bytes(self._buffer[4 : 4 + size])))
+            del self._buffer[: 4 + size]
+        return words
+
+
+class AgentGone(Exception):
+    """The agent died: so does the worker, at once."""
+
+
+class Serving:
+    def __init__(
+        self,
+        *,
+        spec: ReplicaSpec,
+        token: str,
+        engine: EngineLike,
+        listener: socket.socket,
+        agent: AgentChannel,
+        clock: LifeClock,
+        inbox: Inbox,
+        kv: KvService | None,
+    ) -> None:
+        self._spec = spec
+        self._token = token.encode()
+        self._engine = engine
+        self._listener = listener
+        self._agent = agent
+        self._clock = clock
+        self._inbox = inbox
+        self._kv = kv
+        self._held = HeldRequests()
+        self._links: dict[int, GatewayLink] = {}
+        self._selector = selectors.DefaultSelector()
+        self._steps = 0
+        self._lease_ns = 0
+        self._last_ping_ns = time.monotonic_ns()
+        self._next_beat_ns = 0
+        self._drain: Drain | None = None
+        self._drain_until_ns = 0
+        self.stages = Stopwatch()
+
+    # --- the loop -------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Returns when drained. Raises `AgentGone`, or whatever broke the engine after failing its requests."""
+        self._listener.setblocking(False)
+        for item in (self._listener, self._agent.socket, self._inbox):
+            self._selector.register(item, selectors.EVENT_READ, item)
+        while not self._may_end():
+            self._wait()
+            if self._engine.has_work:
+                self._step()
+            self._beat()
+        self._end()
+
+    def _wait(self) -> None:
+        idle = not self._held.any_live
+        begin_ns = time.monotonic_ns()
+        if self._engine.has_work:
+            timeout_s = 0.0
+        else:
+            timeout_s = max(0.0, (self._next_beat_ns - begin_ns) / 1e9)
+            if self._drain is not None:
+                timeout_s = min(timeout_s, max(0.0, (self._drain_until_ns - begin_ns) / 1e9))
+        ready = self._selector.select(timeout_s)
+        if idle:
+            self._clock.add_idle(time.monotonic_ns() - begin_ns)
+        for key, mask in ready:
+            source = key.data
+            if isinstance(source, GatewayLink):
+                if mask & selectors.EVENT_WRITE:
+                    source.flush()
+                if mask & selectors.EVENT_READ:
+                    self._hear(source)
+            elif source is self._listener:
+                self._accept()
+            elif source is self._inbox:
+                self._inbox.run_all()
+            else:
+                for word in self._agent.receive():
+                    self._obey(word)
+        self._tend_links()
+
+    def _step(self) -> None:
+        try:
+            step = self._engine.step()
+        except Exception as error:
+            now_ns = time.monotonic_ns()
+            for held in self._held.live:
+                held.fail(now_ns, "engine_failed", f"the engine failed: {error}", retry=True)
+            self._linger()
+            raise
+        self._steps += 1
+        for request_id, (prefill_us, decode_us) in step.device_us.items():
+            if user := self._held.get(request_id):
+                user.prefill_us += prefill_us
+                user.decode_us += decode_us
+                self._clock.attribute(prefill_us + decode_us)
+        for tokens in step.tokens:
+            if producer := self._living(tokens.request_id, tokens.epoch):
+                producer.produce(tokens)
+        if self._kv is not None:
+            for sealed in step.sealed:
+                owner = self._living(sealed.request_id, sealed.epoch)
+                if owner is not None and owner.work.write_kv:
+                    data = self._engine.export_kv(owner.id, sealed.choice, sealed.start, sealed.end)
+                    self._kv.write(owner, sealed.choice, sealed.start, sealed.end, data)
+        now_ns = time.monotonic_ns()
+        for end in step.finished:
+            if ended := self._living(end.request_id, end.epoch):
+                ended.finish(now_ns, cancelled=end.cancelled)
+        for request_id, epoch, fault in step.failed:
+            if failed := self._living(request_id, epoch):
+                failed.fail(now_ns, fault.code, fault.message, retry=fault.retry)
+
+    def _living(self, request_id: str, epoch: int) -> HeldRequest | None:
+        held = self._held.get(request_id)
+        return held if held is not None and held.epoch == epoch and held.live else None
+
+    def _beat(self) -> None:
+        now_ns = time.monotonic_ns()
+        if now_ns < self._next_beat_ns:
+            return
+        if self._lease_ns and now_ns - self._last_ping_ns > self._lease_ns:
+            raise AgentGone
+        busy = self._held.any_live
+        self._next_beat_ns = now_ns + int((HEARTBEAT_S / 2 if busy else IDLE_HEARTBEAT_S) * 1e9)
+        stats = self._engine.stats
+        life = self._clock.read()
+        progress = Progress(
+            steps=self._steps,
+            running=stats.running,
+            waiting=stats.waiting,
+            kv_used_blocks=stats.kv_used_blocks,
+            kv_total_blocks=stats.kv_total_blocks,
+            time=life,
+        )
+        for link in self._links.values():
+            if link.welcome:
+                link.send(progress)
+        self._agent.say(Report(time=life, running=stats.running, waiting=stats.waiting))
+        for held in self._held.expired(now_ns):
+            self._settle(held)
+
+    # --- gateways -------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return
+        if len(self._links) >= MAX_LINKS:
+            connection.close()
+            return
+        link = GatewayLink(connection, time.monotonic_ns())
+        self._links[connection.fileno()] = link
+        self._selector.register(connection, selectors.EVENT_READ, link)
+
+    def _tend_links(self) -> None:
+        """Closes what is to be closed and asks for writability where bytes wait."""
+        now_ns = time.monotonic_ns()
+        for descriptor, link in list(self._links.items()):
+            if not link.welcome and now_ns - link.opened_ns > HELLO_WITHIN_S * 1e9:
+                link.closed = True
+            if link.closed:
+                self._selector.unregister(link.socket)
+                del self._links[descriptor]
+                self._held.detach(link)
+                link.close()
+                continue
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.wants_write else 0)
+            if self._selector.get_key(link.socket).events != wanted:
+                self._selector.modify(link.socket, wanted, link)
+
+    def _hear(self, link: GatewayLink) -> None:
+        for message in link.receive():
+            if link.welcome:
+                self._answer(link, message)
+            elif isinstance(message, Hello) and self._greet(link, message):
+                continue
+            else:
+                link.closed = True
+                return
+
+    def _greet(self, link: GatewayLink, hello: Hello) -> bool:
+        if not hmac.compare_digest(hello.token.encode(), self._token):
+            return False
+        if abs(hello.version - PROTOCOL_VERSION) > 1:
+            return False
+        link.welcome, link.gateway = True, hello.gateway
+        link.send(
+            Welcome(
+                replica_id=self._spec.replica_id,
+                function=self._spec.function,
+                revision=self._spec.revision,
+                identity=self._spec.identity,
+                max_requests=self._spec.options.max_requests,
+                max_context_tokens=self._engine.max_context_tokens,
+                running=self._held.listing(),
+            )
+        )
+        return True
+
+    def _answer(self, link: GatewayLink, message: GatewayMessage) -> None:
+        match message:
+            case Submit(work=work):
+                self._submit(link, work)
+            case Attach():
+                self._attach(link, message)
+            case Cancel(request_id=request_id, epoch=epoch):
+                held = self._held.get(request_id)
+                if held is None or held.epoch != epoch:
+                    link.send(Unknown(request_id=request_id, epoch=epoch))
+                elif held.outcome is not None:
+                    link.send(held.outcome)
+                else:
+                    self._cancel(held)
+            case Settled(request_id=request_id, epoch=epoch):
+                held = self._held.get(request_id)
+                if held is not None and held.epoch == epoch:
+                    if held.live:
+                        self._cancel(held)
+                    self._settle(held)
+            case Hello():
+                link.closed = True
+
+    def _submit(self, link: GatewayLink, work: Work) -> None:
+        known = self._held.get(work.request_id)
+        if known is not None and known.epoch == work.epoch:
+            # The same attempt again (its first answer was lost with a connection): it goes on, told anew.
+            known.link = link
+            for message in known.replay(len(work.produced)):
+                link.send(message)
+            return
+        if known is not None:
+            if known.epoch > work.epoch:
+                link.send(Unknown(request_id=work.request_id, epoch=work.epoch))
+                return
+            if known.live:
+                self._cancel(known)
+            self._held.forget(known.id)
+        held = HeldRequest(work, link)
+        self._held.add(held)
+        if self._drain is not None:
+            held.fail(time.monotonic_ns(), "draining", "this replica is ending", retry=True)
+        elif self._kv is not None and work.kv:
+            self._kv.begin_read(held)
+        else:
+            self._admit(held, None)
+
+    def kv_read(self, held: HeldRequest, result: KvRead) -> None:
+        """The store's answer, on the loop's thread. Too late or no longer wanted: dropped."""
+        if held.live and not held.in_engine and self._held.get(held.id) is held:
+            self._admit(held, result)
+
+    def kv_sealed(self, held: HeldRequest, message: KvSealed) -> None:
+        held.seal(message)
+
+    def _admit(self, held: HeldRequest, read: KvRead | None) -> None:
+        restored = read.restored if read is not None else None
+        try:
+            admission = self._engine.submit(held.work, restored)
+        except EngineFault as fault:
+            held.fail(time.monotonic_ns(), fault.code, fault.message, retry=fault.retry)
+            return
+        held.admit(
+            Accepted(
+                request_id=held.id,
+                epoch=held.epoch,
+                loaded_tokens=admission.loaded_tokens,
+                recomputed_tokens=admission.recomputed_tokens,
+                exact=admission.exact,
+                load_us=read.duration_us if read is not None else 0,
+                detail="; ".join(filter(None, (read.detail if read is not None else "", admission.detail))),
+            )
+        )
+
+    def _attach(self, link: GatewayLink, attach: Attach) -> None:
+        held = self._held.get(attach.request_id)
+        if held is None or held.epoch != attach.epoch:
+            link.send(Unknown(request_id=attach.request_id, epoch=attach.epoch))
+            return
+        held.link = link
+        link.send(Attached(request_id=held.id, epoch=held.epoch))
+        for message in held.replay(attach.after_seq):
+            link.send(message)
+
+    def _cancel(self, held: HeldRequest) -> None:
+        if held.in_engine:
+            self._engine.cancel(held.id)
+        held.finish(time.monotonic_ns(), cancelled=True)
+
+    def _settle(self, held: HeldRequest) -> None:
+        self._held.forget(held.id)
+        if self._kv is not None:
+            self._kv.release(held)
+
+    # --- the agent, and the end -----------------------------------------------------------------------------------
+
+    def _obey(self, word: AgentWord) -> None:
+        match word:
+            case Ping(lease_s=lease_s):
+                self._lease_ns = int(lease_s * 1e9)
+                self._last_ping_ns = time.monotonic_ns()
+            case Drain(grace_s=grace_s):
+                self._drain_until_ns = time.monotonic_ns() + int(grace_s * 1e9)
+                if self._drain is None:
+                    self._drain_start = self.stages.run("drain")
+                    self._drain_start.__enter__()
+                self._drain = word
+            case _:
+                print(f"unexpected word from the agent: {type(word).__name__}", file=sys.stderr)
+
+    def _may_end(self) -> bool:
+        """Draining, and nothing is left to do: no live request, and every outcome settled (or nobody to settle it)."""
+        if self._drain is None:
+            return False
+        if time.monotonic_ns() >= self._drain_until_ns:
+            return True
+        if self._held.any_live:
+            return False
+        return not any(held.link is not None for held in self._held)
+
+    def _end(self) -> None:
+        self._drain_start.__exit__()
+        with self.stages.run("flush") as flush:
+            unfinished = self._held.live
+            if self._kv is not None and unfinished:
+                for held in unfinished:
+                    if held.in_engine and held.work.write_kv:
+                        self._export_tail(held)
+                self._kv.flush(FLUSH_WITHIN_S)
+                self._inbox.run_all()
+            flush.detail = f"{len(unfinished)} unfinished"
+            now_ns = time.monotonic_ns()
+            reason = self._drain.reason if self._drain is not None else ""
+            for held in unfinished:
+                if held.in_engine:
+                    self._engine.cancel(held.id)
+                held.fail(now_ns, "draining", f"this replica ended first: {reason}", retry=True)
+            self._linger()
+
+    def _export_tail(self, held: HeldRequest) -> None:
+        if self._kv is None:
+            return
+        for choice, start, end in self._engine.kv_tail(held.id):
+            if end > start:
+                self._kv.write(held, choice, start, end, self._engine.export_kv(held.id, choice, start, end))
+
+    def _linger(self) -> None:
+        """The last messages get a moment to leave."""
+        deadline_ns = time.monotonic_ns() + 500_000_000
+        while time.monotonic_ns() < deadline_ns and any(link.wants_write for link in self._links.values()):
+            for key, _ in self._selector.select(0.05):
+                if isinstance(key.data, GatewayLink) and key.data.wants_write:
+                    key.data.flush()
+            self._tend_links()
+        for link in list(self._links.values()):
+            try:
+                link.socket.shutdown(socket.SHUT_WR)
+            except OSError:
+                pass

@@ -1,0 +1,188 @@
+"""A worker's life: born, waiting, specialised into a replica, serving, gone. A replica ends as a process.
+
+    Born -> (Specialise, Prepared) -> Taken -> build -> Ready -> serve -> Farewell -> exit
+
+Runs single-threaded after a fork of the template (or in a process of its own, for engines that need no torch).
+Exit codes: 0 drained, 1 could not become ready or the engine broke, 3 the agent is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, NoReturn, Protocol
+
+from function_runtime.clock import LifeClock, Stopwatch
+from function_runtime.engine_like import EngineLike
+from function_runtime.errors import SlotError
+from function_runtime.inbox import Inbox
+from function_runtime.protocol import ReplicaSpec
+from function_runtime.serving import AgentChannel, AgentGone, KvService, Serving
+from function_runtime.wire import (
+    AgentWord,
+    Born,
+    Drain,
+    Farewell,
+    LoadFailed,
+    Ping,
+    Prepared,
+    Ready,
+    Specialise,
+    Taken,
+    Warm,
+)
+from model_loader.errors import LoaderError
+
+EXIT_DRAINED: Final = 0
+EXIT_FAILED: Final = 1
+EXIT_AGENT_GONE: Final = 3
+
+
+class EngineBuilder(Protocol):
+    """Makes one kind of engine, in two steps so that what needs no weights runs while they are prepared."""
+
+    def warm_up(self) -> None:
+        """What a waiting worker may do ahead of knowing its model."""
+        ...
+
+    def begin(self, spec: ReplicaSpec) -> None: ...
+    def build(self, spec: ReplicaSpec, prepared: Path | None, watch: Stopwatch) -> EngineLike: ...
+    def open_kv(
+        self, spec: ReplicaSpec, engine: EngineLike, inbox: Inbox, serving: Callable[[], Serving]
+    ) -> KvService | None: ...
+
+
+class _Words:
+    """The agent's words one by one; pings are of no matter before the loop runs."""
+
+    def __init__(self, channel: AgentChannel) -> None:
+        self._channel = channel
+        self._waiting: list[AgentWord] = []
+
+    def next(self) -> AgentWord:
+        while True:
+            while self._waiting:
+                word = self._waiting.pop(0)
+                if not isinstance(word, Ping):
+                    return word
+            self._waiting = self._channel.receive()
+
+
+def run(control: socket.socket, builder: EngineBuilder, *, wait: bool) -> NoReturn:
+    """Never returns. The caller has bound this process's life to the agent's. A worker that will `wait` uses the time
+    to warm itself up."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else signal.SIG_DFL)
+    channel = AgentChannel(control)
+    code = EXIT_FAILED
+    try:
+        channel.say(Born(pid=os.getpid()))
+        if wait:
+            builder.warm_up()
+            channel.say(Warm())
+        code = _live(channel, builder)
+    except AgentGone:
+        code = EXIT_AGENT_GONE
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # Interpreter and library teardown would only delay the return of the memory.
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+
+def _live(channel: AgentChannel, builder: EngineBuilder) -> int:
+    words = _Words(channel)
+    word = words.next()
+    if not isinstance(word, Specialise):
+        return EXIT_DRAINED
+    spec = word.spec
+    channel.say(Taken())
+    _redirect_output(word.log_path)
+    os.environ.update(spec.env)
+    clock = LifeClock(word.held_since_ns)
+    watch = Stopwatch()
+    inbox = Inbox()
+    try:
+        builder.begin(spec)
+        prepared = words.next()
+        if isinstance(prepared, Drain):
+            return EXIT_DRAINED
+        if not isinstance(prepared, Prepared):
+            raise SlotError("protocol", f"expected Prepared, got {type(prepared).__name__}", retry=True)
+        engine = builder.build(spec, Path(prepared.path) if prepared.path else None, watch)
+        with watch.run("listen"):
+            listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+            serving: Serving | None = None
+
+            def loop() -> Serving:
+                if serving is None:
+                    raise SlotError("kv", "a stored chunk came before the loop runs", retry=True)
+                return serving
+
+            kv = builder.open_kv(spec, engine, inbox, loop)
+            serving = Serving(
+                spec=spec,
+                token=word.token,
+                engine=engine,
+                listener=listener,
+                agent=channel,
+                clock=clock,
+                inbox=inbox,
+                kv=kv,
+            )
+    except Exception as error:
+        traceback.print_exc()
+        channel.say(_explain(error))
+        return EXIT_FAILED
+    clock.become_ready()
+    layout = engine.kv_layout
+    channel.say(
+        Ready(
+            port=listener.getsockname()[1],
+            stages=tuple(watch.stages),
+            kv_bytes=engine.stats.kv_total_blocks * layout.block_size * layout.nbytes_per_token if layout else 0,
+            max_context_tokens=engine.max_context_tokens,
+        )
+    )
+    serving.run()
+    if kv is not None:
+        kv.close()
+    channel.say(Farewell(time=clock.read(), stages=tuple(serving.stages.stages)))
+    return EXIT_DRAINED
+
+
+def _explain(error: Exception) -> LoadFailed:
+    match error:
+        case SlotError() | LoaderError():
+            return LoadFailed(code=error.code, message=str(error), retry=error.retry)
+        case MemoryError():
+            return LoadFailed(code="out_of_memory", message=f"no memory for the engine: {error}", retry=True)
+        case ValueError() | TypeError() | KeyError() | AttributeError():
+            # The same checkpoint would do the same again.
+            message = f"the engine cannot be built: {type(error).__name__}: {error}"
+            return LoadFailed(code="model_unusable", message=message, retry=False)
+        case _:
+            return LoadFailed(code="load_failed", message=f"{type(error).__name__}: {error}", retry=True)
+
+
+def _redirect_output(log_path: str) -> None:
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stderr.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def new_token() -> str:
+    return secrets.token_urlsafe(32)
