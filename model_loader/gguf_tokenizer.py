@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
+from model_loader.byte_alphabet import byte_alphabet
 from model_loader.errors import FormatError, UnsupportedArchitecture
 
 _CONTROL: Final = 3
@@ -40,16 +41,6 @@ _PRE_TOKENIZERS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 _IGNORES_MERGES: Final = ("llama-bpe", "llama3", "llama-v3")
 """A word that is a token as it stands is taken whole, whatever the merges say (as in Llama 3's own tokenizer)."""
-
-
-def byte_alphabet() -> dict[int, str]:
-    """GPT-2's printable stand-in for each byte."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {byte: chr(byte) for byte in printable}
-    for byte in range(256):
-        if byte not in alphabet:
-            alphabet[byte] = chr(256 + len(alphabet) - len(printable))
-    return alphabet
 
 
 def build_tokenizer(metadata: Mapping[str, Any], what: str) -> bytes:

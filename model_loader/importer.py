@@ -20,6 +20,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
+from model_loader.chat import ChatTemplate
 from model_loader.content import digest_tensor
 from model_loader.description import Description
 from model_loader.directory_checkpoint import describe_directory
@@ -36,6 +37,7 @@ from model_loader.manifest import (
 )
 from model_loader.progress import Progress, Reporter, run_reporting
 from model_loader.sources import ResolvedModel, check_allowed, resolve
+from model_loader.vocabulary import VOCABULARY_NAME, Vocabulary
 
 _RECORD_VERSION: Final = 1
 ProgressCallback = Callable[[Progress], None]
@@ -66,6 +68,7 @@ def _import(
 ) -> Manifest:
     resolved = resolve(uri, models_dir / "sources", allow, progress)
     description = _describe(resolved)
+    vocabulary = _check_texts(description, uri)
     before = [SourceFile.of(path) for path in description.read_files]
     tensors = _digest(description, progress)
     if [SourceFile.of(path) for path in description.read_files] != before:
@@ -81,6 +84,7 @@ def _import(
         description.config, tensors, description.tokenizer, description.chat_template, special
     )
     directory = models_dir / identity
+    write_atomically(directory / VOCABULARY_NAME, vocabulary.to_bytes())
     write_atomically(directory / TOKENIZER_NAME, description.tokenizer)
     write_atomically(directory / "config.json", json.dumps(asdict(description.config), indent=2).encode())
     manifest = Manifest(
@@ -115,6 +119,22 @@ def _describe(resolved: ResolvedModel) -> Description:
     return describe_directory(resolved.root)
 
 
+def _check_texts(description: Description, what: str) -> Vocabulary:
+    """What cannot be tokenised or rendered is refused now, not at the first request."""
+    try:
+        document = json.loads(description.tokenizer)
+    except ValueError as error:
+        raise FormatError(f"{what}: its tokenizer.json is no JSON: {error}") from error
+    vocabulary = Vocabulary.from_tokenizer(document, what)
+    if vocabulary.size > description.config.vocab_size:
+        raise FormatError(
+            f"{what}: its tokenizer has {vocabulary.size} tokens, its embedding {description.config.vocab_size} rows"
+        )
+    if description.chat_template is not None:
+        ChatTemplate(description.chat_template, description.bos_token, description.eos_token)
+    return vocabulary
+
+
 def _digest(description: Description, progress: ProgressCallback | None) -> tuple[TensorEntry, ...]:
     """Reads every tensor once; threads help because digests are computed outside the interpreter's lock."""
     reporter = Reporter("read", sum(t.nbytes for t in description.tensors), progress)
@@ -146,7 +166,8 @@ def _recorded(record_path: Path, uri: str, models_dir: Path) -> Manifest | None:
         manifest = Manifest.load(models_dir / record["identity"] / MANIFEST_NAME)
         if manifest.identity != record["identity"] or not all(file.unchanged() for file in manifest.files):
             return None
-        return manifest if (manifest.directory / TOKENIZER_NAME).exists() else None
+        texts = (manifest.directory / TOKENIZER_NAME, manifest.directory / VOCABULARY_NAME)
+        return manifest if all(path.exists() for path in texts) else None
     except (OSError, ValueError, KeyError, TypeError, FormatError, LoaderError):
         return None
 
