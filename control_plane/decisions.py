@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -130,7 +130,7 @@ class Decisions:
             ).fetchall()
 
         rows = await self._database.read(run)
-        return [Decision(*row[:8], json.loads(row[8])) for row in reversed(rows)]
+        return [_decision(row) for row in reversed(rows)]
 
     async def sweep(self, keep_s: float, limit: int = 1000) -> int:
         """Drop decisions older than `keep_s`, a little at a time."""
@@ -142,3 +142,9 @@ class Decisions:
                 values,
             ).rowcount
         )
+
+
+def _decision(row: Sequence[Any]) -> Decision:
+    fixed = list(row)
+    fixed[8] = json.loads(row[8])
+    return Decision(*fixed)

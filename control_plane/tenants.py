@@ -149,10 +149,7 @@ class Keys:
     async def ensure_admin_key(self, path: Path) -> str:
         """The local admin key of embedded mode, in a file only its owner can read; made at the first start, and again
         if the file is gone or the database does not know it."""
-        try:
-            secret = path.read_text(encoding="ascii").strip()
-        except (FileNotFoundError, UnicodeDecodeError):
-            secret = ""
+        secret = _read_private(path)
         key = self.lookup(secret) if secret else None
         if key is not None and key.role is Role.ADMIN:
             return secret
@@ -193,6 +190,13 @@ class Keys:
 
 def _hash(secret: str) -> bytes:
     return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
+
+
+def _read_private(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except (FileNotFoundError, UnicodeDecodeError):
+        return ""
 
 
 def _write_private(path: Path, text: str) -> None:
