@@ -298,6 +298,10 @@ class AsyncStream:
                 if not error.retryable:
                     raise
                 cause = error
+            except Unreachable as error:
+                if not state.asked:
+                    raise
+                cause = error
             except aiohttp.ClientConnectorError as error:
                 if not state.asked:
                     raise Unreachable(self._client.endpoint.url, error, connected=False) from error

@@ -1,0 +1,18 @@
+"""Which service a command talks to: --url or STOKER_URL, else the one that runs on the data directory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from control_plane.cli.data_dir import DataDir
+from control_plane.client import Client, Endpoint
+
+
+def connect(data_dir: Path | None, url: str | None, *, give_up_s: float = 60.0) -> Client:
+    """A client that finds the service again when it comes back, on another port too."""
+    named = url or (os.environ.get("STOKER_URL") if data_dir is None else None)
+    if named:
+        key = os.environ.get("STOKER_API_KEY") or DataDir.at(data_dir).admin_key()
+        return Client(Endpoint(named.rstrip("/"), key), give_up_s=give_up_s)
+    return Client(DataDir.at(data_dir).endpoint, give_up_s=give_up_s)

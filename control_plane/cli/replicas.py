@@ -1,0 +1,96 @@
+"""`stoker ps` and `logs`: what runs, on how much memory, what it wrote, and why it does not run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from control_plane.cli.connection import connect
+from control_plane.cli.failure import CommandError
+from control_plane.cli.output import age, print_json, print_table, seconds, size
+from control_plane.client import Client, HttpError
+
+
+def show_replicas(data_dir: Path | None, url: str | None, everything: bool, as_json: bool) -> None:
+    query = {"all": "1"} if everything else None
+    answer = connect(data_dir, url).request("GET", "/api/v1/replicas", query=query)
+    found = [item for item in answer["data"] if everything or is_of_interest(item)]
+    if as_json:
+        print_json({**answer, "data": found})
+        return
+    rows = []
+    for item in found:
+        memory = item.get("memory") or {}
+        ready_us, created_us = item.get("ready_us") or 0, item.get("created_us") or 0
+        rows.append(
+            (
+                item["replica_id"],
+                item["function"],
+                item.get("revision", "-"),
+                item["state"],
+                item.get("pid") or "-",
+                item.get("running", "-"),
+                seconds(ready_us - created_us) if ready_us else "-",
+                size(memory.get("rss_bytes")) if memory.get("rss_bytes") else "-",
+                size(memory.get("shared_bytes")) if memory.get("shared_bytes") else "-",
+                age(created_us),
+                reason_of(item),
+            )
+        )
+    print_table(
+        ("REPLICA", "FUNCTION", "REV", "STATE", "PID", "REQUESTS", "START", "RSS", "SHARED", "AGE", "WHY"),
+        rows,
+        empty="nothing runs: every function is at zero",
+    )
+
+
+def is_of_interest(item: dict[str, Any]) -> bool:
+    """What lives, and what failed: the reason of a failure is what `ps` is asked for."""
+    return bool(item["state"] != "ended")
+
+
+def reason_of(item: dict[str, Any]) -> str:
+    error = item.get("error") or {}
+    if error:
+        return f"{error.get('code')}: {error.get('message')}"
+    return " ".join(part for part in (item.get("end_reason"), item.get("exit")) if part)
+
+
+def show_logs(data_dir: Path | None, url: str | None, name: str, tail: int, as_json: bool) -> None:
+    client = connect(data_dir, url)
+    texts = {replica: log_of(client, replica, tail) for replica in replicas_of(client, name)}
+    if as_json:
+        print_json({"object": "list", "data": [{"replica_id": key, "log": text} for key, text in texts.items()]})
+        return
+    if not texts:
+        print(f"{name} has run no replica yet")
+    for replica, text in texts.items():
+        for line in text.splitlines():
+            print(f"{replica}  {line}" if len(texts) > 1 else line)
+
+
+def replicas_of(client: Client, name: str) -> list[str]:
+    if name.startswith("rep-"):
+        return [name]
+    answer = client.request("GET", "/api/v1/replicas", query={"all": "1"})
+    found = [item["replica_id"] for item in answer["data"] if item["function"] == name]
+    if not found:
+        try:
+            client.request("GET", f"/api/v1/functions/{name}")
+        except HttpError as error:
+            if error.status == 404:
+                raise CommandError(
+                    f"there is no function {name}", "see what there is with `stoker ls`", code="not_found"
+                ) from error
+            raise
+    return found
+
+
+def log_of(client: Client, replica_id: str, tail: int) -> str:
+    try:
+        answer = client.request("GET", f"/api/v1/replicas/{replica_id}/log", query={"tail": tail})
+    except HttpError as error:
+        if error.status == 404 and not replica_id.startswith("rep-"):
+            raise
+        return f"(no log: {error.message})"
+    return str(answer.get("log", "")) if isinstance(answer, dict) else str(answer)
