@@ -1,0 +1,121 @@
+"""HTTP client of one agent: commands as JSON, events as a stream of NDJSON lines.
+
+Limits: one session per agent incarnation; an event line may have at most `EVENT_BYTES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Final
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+
+from control_plane.backends.base import SlotRefused, SlotUnavailable
+from function_runtime.protocol import AgentInfo, ReplicaSpec, ReplicaStatus, SlotEvent
+
+CALL_S: Final = 10.0
+SILENCE_S: Final = 5.0
+"""The agent sends something every second; this long without is a dead connection."""
+EVENT_BYTES: Final = 16 * 1024 * 1024
+
+class _Fault(msgspec.Struct):
+    code: str
+    message: str
+    retry: bool
+
+
+class _Refusal(msgspec.Struct):
+    error: _Fault
+
+
+def _refusal(status: int, answer: bytes) -> SlotUnavailable:
+    try:
+        fault = msgspec.json.decode(answer, type=_Refusal).error
+    except msgspec.MsgspecError:
+        return SlotUnavailable(f"the agent answered {status}: {answer[:300].decode(errors='replace')}")
+    if fault.retry or status >= 500:
+        return SlotUnavailable(f"{fault.code}: {fault.message}")
+    return SlotRefused(fault.code, fault.message)
+
+
+_events = msgspec.json.Decoder(SlotEvent)
+_status = msgspec.json.Decoder(ReplicaStatus)
+
+
+class AgentClient:
+    """Use as an async context manager."""
+
+    def __init__(self, info: AgentInfo) -> None:
+        self.info = info
+        self._base = f"http://{info.host}:{info.port}"
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> AgentClient:
+        self._session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {self.info.token}"},
+            timeout=aiohttp.ClientTimeout(total=CALL_S),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60, enable_cleanup_closed=False),
+            read_bufsize=EVENT_BYTES,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def events(self) -> AsyncIterator[SlotEvent]:
+        """Until the connection ends. Raises SlotUnavailable."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE_S, sock_read=SILENCE_S)
+        try:
+            async with self._get_session().get(f"{self._base}/v1/events", timeout=timeout) as response:
+                if response.status != 200:
+                    raise SlotUnavailable(f"the agent answered {response.status}: {await response.text()}")
+                async for line in response.content:
+                    line = line.strip()
+                    if line:
+                        yield _events.decode(line)
+        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError, ValueError) as error:
+            raise SlotUnavailable(f"the agent's events broke off: {error or type(error).__name__}") from error
+
+    async def start_replica(self, spec: ReplicaSpec) -> ReplicaStatus:
+        body = await self._call("POST", "/v1/replicas", msgspec.json.encode(spec))
+        return _status.decode(body)
+
+    async def end_replica(self, replica_id: str, grace_s: float, reason: str) -> None:
+        await self._call("DELETE", f"/v1/replicas/{quote(replica_id)}?grace_s={grace_s}&reason={quote(reason)}")
+
+    async def warm(self, workers: int) -> None:
+        await self._call("POST", "/v1/warm", msgspec.json.encode({"workers": workers}))
+
+    async def warm_pool(self, manifest_path: str, dtype: str) -> None:
+        body: dict[str, Any] = {"manifest_path": manifest_path, "dtype": dtype}
+        await self._call("POST", "/v1/pool/warm", msgspec.json.encode(body), timeout_s=600.0)
+
+    async def replica_log(self, replica_id: str, tail_lines: int) -> str:
+        body = await self._call("GET", f"/v1/replicas/{quote(replica_id)}/log?tail={tail_lines}")
+        return body.decode(errors="replace")
+
+    async def shutdown(self, grace_s: float) -> None:
+        body: dict[str, Any] = {"grace_s": grace_s}
+        await self._call("POST", "/v1/shutdown", msgspec.json.encode(body), timeout_s=grace_s + CALL_S)
+
+    def _get_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise SlotUnavailable("the agent's client is closed")
+        return self._session
+
+    async def _call(self, method: str, path: str, body: bytes | None = None, timeout_s: float = CALL_S) -> bytes:
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        try:
+            async with self._get_session().request(
+                method, self._base + path, data=body, headers=headers, timeout=aiohttp.ClientTimeout(total=timeout_s)
+            ) as response:
+                answer = await response.read()
+                if response.status >= 400:
+                    raise _refusal(response.status, answer)
+                return answer
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise SlotUnavailable(f"{method} {path}: {error or type(error).__name__}") from error

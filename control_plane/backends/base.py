@@ -1,0 +1,61 @@
+"""The face of whatever provides slots: start and end replicas there, and tell what happens to them.
+
+A backend owns the connections to its agents and reports to one listener; it decides nothing. Limits: slots themselves
+are neither bought nor returned through it yet.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from function_runtime.protocol import ReplicaSpec, ReplicaStatus, SlotState
+
+
+class SlotUnavailable(Exception):
+    """The slot's agent cannot be reached now; the backend is already trying to get it back."""
+
+
+class SlotRefused(SlotUnavailable):
+    """The agent is there and says no: the same command would be refused again."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+        self.message = message
+
+
+class SlotListener(Protocol):
+    def slot_state(self, slot_id: str, state: SlotState) -> None:
+        """The whole truth about a slot, at the start of a stream of events and whenever it changes."""
+
+    def replica_changed(self, slot_id: str, status: ReplicaStatus) -> None: ...
+
+    def slot_lost(self, slot_id: str, reason: str, *, agent_gone: bool) -> None:
+        """No events from there any more. `agent_gone`: the agent has ended, and its replicas with it."""
+
+
+class Backend(Protocol):
+    async def start(self, listener: SlotListener) -> None:
+        """Begin to watch the slots; returns at once."""
+
+    async def close(self, *, end_agents: bool, grace_s: float) -> None:
+        """Stop watching; replicas live on unless `end_agents`."""
+
+    @property
+    def slot_ids(self) -> tuple[str, ...]: ...
+
+    def free_bytes(self, slot_id: str) -> int:
+        """Memory a new replica could have there."""
+
+    async def start_replica(self, slot_id: str, spec: ReplicaSpec) -> ReplicaStatus:
+        """Idempotent by replica id; answers at once. Raises SlotUnavailable."""
+
+    async def end_replica(self, slot_id: str, replica_id: str, grace_s: float, reason: str) -> None: ...
+
+    async def warm(self, slot_id: str, workers: int) -> None:
+        """How many forked workers should wait there."""
+
+    async def warm_pool(self, slot_id: str, manifest_path: str, dtype: str) -> None:
+        """Prepare a checkpoint before anyone needs it."""
+
+    async def replica_log(self, slot_id: str, replica_id: str, tail_lines: int) -> str: ...

@@ -1,0 +1,160 @@
+"""From a replica's tokens to a request's log: journal first, readers second.
+
+Each live request has at most one append under way; what arrives meanwhile goes with the next, so that groups form under
+load and not by waiting. An attempt's conclusion is acted upon when all it sent is committed. Limits: with durability
+`off` tokens go straight to the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from control_plane.errors import StokerError
+from control_plane.journal import Journal
+from control_plane.live_request import LiveRequest, Lost, Phase
+from function_runtime.protocol import Finished, KvSealed, TokenEvent, Tokens
+
+logger = logging.getLogger(__name__)
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+RETRY_S: Final = (0.05, 0.2, 0.5, 1.0, 2.0)
+"""Pauses before an append that the storage refused is tried again; the last one repeats."""
+
+
+class Commits:
+    """`concluded(request)` is called once everything an attempt sent is in the log and it has come to something;
+    `fenced(request)` when the journal says that another gateway owns the request now."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        concluded: Callable[[LiveRequest], None],
+        fenced: Callable[[LiveRequest], None],
+    ) -> None:
+        self._journal = journal
+        self._concluded = concluded
+        self._fenced = fenced
+        self._tasks: set[asyncio.Future[bool]] = set()
+
+    def tokens(self, request: LiveRequest, message: Tokens) -> None:
+        """Take what is new of these tokens. A repetition is dropped; a gap ends the attempt."""
+        skip = request.received + 1 - message.first_seq
+        if skip < 0:
+            self.conclude(request, Lost(f"the replica skipped from token {request.received} to {message.first_seq}"))
+            return
+        events = message.events[skip:] if skip else message.events
+        request.device = message.device
+        request.cached_tokens = message.cached_tokens
+        now_ns = time.monotonic_ns()
+        if request.last_token_ns == 0:
+            request.stages.prefill_us += (now_ns - request.submit_ns) // 1000
+            request.attempt_first = now_ns
+        request.last_token_ns = now_ns
+        if message.prefill_ends and not request.prefill_ends:
+            request.prefill_ends = request.pending_ends = message.prefill_ends
+        if not events:
+            return
+        request.received += len(events)
+        request.fruitless = 0
+        request.pending.extend(events)
+        self.flush(request)
+
+    def conclude(self, request: LiveRequest, conclusion: Finished | Lost) -> None:
+        """The attempt is over; nothing more is taken from it."""
+        if request.conclusion is None:
+            request.conclusion = conclusion
+            self.flush(request)
+
+    def flush(self, request: LiveRequest) -> None:
+        if request.committing is not None:
+            return
+        if request.pending:
+            self._append(request)
+            if request.committing is not None and isinstance(request.conclusion, Finished) and request.origin.durable:
+                # The outcome goes into the same group as the last tokens: the journal keeps the order.
+                self._concluded(request)
+            return
+        if request.conclusion is not None and request.phase is Phase.RUNNING:
+            self._concluded(request)
+
+    def _append(self, request: LiveRequest) -> None:
+        events, request.pending = request.pending, []
+        if not request.origin.durable:
+            request.log.extend(events)
+            self.flush(request)
+            return
+        request.committing = asyncio.get_running_loop().create_future()
+        request.committing_events = events
+        ends, request.pending_ends = request.pending_ends, None
+        self._write(request, request.epoch, events, ends, 0)
+
+    def _write(
+        self, request: LiveRequest, epoch: int, events: list[TokenEvent], ends: tuple[int, ...] | None, tries: int
+    ) -> None:
+        future = asyncio.ensure_future(
+            self._journal.append(
+                request.request_id,
+                epoch,
+                request.log.last_seq + 1,
+                _encode(events),
+                len(events),
+                request.device,
+                request.cached_tokens,
+                ends,
+            )
+        )
+        self._tasks.add(future)
+
+        def written(done: asyncio.Future[bool]) -> None:
+            self._tasks.discard(done)
+            if done.cancelled():
+                return
+            error = done.exception()
+            if isinstance(error, StokerError):
+                pause_s = RETRY_S[min(tries, len(RETRY_S) - 1)]
+                logger.warning(
+                    "event=append_refused request=%s retry_s=%s error=%s", request.request_id, pause_s, error
+                )
+                asyncio.get_running_loop().call_later(pause_s, self._write, request, epoch, events, ends, tries + 1)
+                return
+            if request.committing is not None:
+                request.committing.set_result(None)
+                request.committing = None
+            request.committing_events = []
+            if error is not None:
+                logger.error("event=append_failed request=%s", request.request_id, exc_info=error)
+                self._fenced(request)
+            elif not done.result():
+                self._fenced(request)
+            else:
+                request.log.extend(events)
+                self.flush(request)
+
+        future.add_done_callback(written)
+
+    def sealed(self, request: LiveRequest, message: KvSealed) -> None:
+        if not message.chunks:
+            logger.info("event=kv_dropped request=%s reason=%s", request.request_id, message.dropped)
+            return
+        known = {chunk.digest for chunk in request.kv}
+        chunks = tuple(chunk for chunk in message.chunks if chunk.digest not in known)
+        if not chunks:
+            return  # told again after an attach
+        request.kv.extend(chunks)
+        if not request.origin.durable:
+            return
+        future = asyncio.ensure_future(self._journal.seal_kv(request.request_id, message.epoch, chunks))
+        self._tasks.add(future)
+        future.add_done_callback(self._sealed)
+
+    def _sealed(self, done: asyncio.Future[bool]) -> None:
+        self._tasks.discard(done)
+        if not done.cancelled() and (error := done.exception()) is not None:
+            # The chunks are only a shortcut: a resume recomputes what the journal does not name.
+            logger.warning("event=seal_refused error=%s", error)

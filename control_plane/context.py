@@ -1,0 +1,58 @@
+"""What the handlers share: one object per gateway process, made by `app` and handed to every route."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from aiohttp import web
+
+if TYPE_CHECKING:
+    from control_plane.database import Database
+    from control_plane.decisions import Decisions
+    from control_plane.dispatch import Dispatcher
+    from control_plane.fleet import Fleet
+    from control_plane.functions import FunctionStore
+    from control_plane.gateway.prompts import PromptMakers
+    from control_plane.importing import Importing
+    from control_plane.journal import Journal
+    from control_plane.ledger import Ledger
+    from control_plane.loop import ControlLoop
+    from control_plane.metrics import Metrics
+    from control_plane.seating import Seating
+    from control_plane.serving import Serving
+    from control_plane.settings import Settings
+    from control_plane.tenants import Keys
+
+
+def new_gateway_id() -> str:
+    return "gw-" + secrets.token_hex(6)
+
+
+@dataclass(slots=True, kw_only=True)
+class AppContext:
+    settings: Settings
+    gateway_id: str
+    db: Database
+    journal: Journal
+    ledger: Ledger
+    functions: FunctionStore
+    keys: Keys
+    decisions: Decisions
+    dispatcher: Dispatcher
+    fleet: Fleet
+    seating: Seating
+    loop: ControlLoop
+    serving: Serving
+    importing: Importing
+    prompts: PromptMakers
+    metrics: Metrics
+    draining: bool = False
+    """No new requests any more: the process is going down."""
+    ready: bool = False
+    stop_requested: list[bool] = field(default_factory=list)
+    """Filled by whoever asks for a stop over HTTP; `app.serve` waits on its own event."""
+
+
+CONTEXT: Final = web.AppKey("context", AppContext)

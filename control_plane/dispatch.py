@@ -1,0 +1,472 @@
+"""Requests to replicas: waiting, placing, carrying on after a loss, ending. One gateway's owned requests live here.
+
+Everything happens on one event loop, so a state is never seen half changed; what must be durable goes through the
+journal first. Whoever starts replicas is told of demand by `on_demand` and tells of replicas by `seat_ready` and
+`seat_closing`. Limits: placement knows only what this gateway has in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Final
+
+from control_plane.commit import RETRY_S, Commits
+from control_plane.decisions import Decisions
+from control_plane.errors import Fenced, ModelUnusable, Saturated, StokerError
+from control_plane.journal import Journal
+from control_plane.lanes import Lane, Seat
+from control_plane.live_request import LiveRequest, Lost, Phase
+from control_plane.records import OutcomeError, RequestState
+from control_plane.replica_link import ReplicaLink
+from control_plane.settings import QueueSettings
+from control_plane.timeouts import TimeoutWatch
+from function_runtime.protocol import (
+    Accepted,
+    Attached,
+    DeviceTime,
+    Failed,
+    Finished,
+    KvSealed,
+    ReplicaMessage,
+    Tokens,
+    Unknown,
+)
+
+logger = logging.getLogger(__name__)
+
+FRUITLESS_MAX: Final = 8
+"""Attempts in a row without one new token after which a request is taken for the cause of its losses."""
+CANCEL_S: Final = 10.0
+"""A replica that does not confirm a cancellation within this time is given up for the request."""
+
+LostHook = Callable[[Seat, str, list[LiveRequest]], None]
+
+
+class Dispatcher:
+    def __init__(self, journal: Journal, decisions: Decisions, queue: QueueSettings) -> None:
+        self._journal = journal
+        self._decisions = decisions
+        self._queue = queue
+        self.requests: dict[str, LiveRequest] = {}
+        self.lanes: dict[tuple[str, str], Lane] = {}
+        self.on_demand: Callable[[str], None] = lambda function: None
+        """Told of a function whose demand changed."""
+        self.on_seat_lost: Callable[[Seat, str], None] = lambda seat, reason: None
+        self.unusable: Callable[[str, str], str] = lambda function, identity: ""
+        """Why no replica of this checkpoint can be had; empty if one can."""
+        self._commits = Commits(journal, self._concluded, self._fenced)
+        self._timeouts = TimeoutWatch(self._lane_of, self._timed_out)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._links: dict[ReplicaLink, Seat] = {}
+        self.closing = False
+
+    # --- lanes ---
+
+    def lane(self, function: str, identity: str) -> Lane:
+        key = (function, identity)
+        lane = self.lanes.get(key)
+        if lane is None:
+            lane = self.lanes[key] = Lane(function, identity)
+        return lane
+
+    def lanes_of(self, function: str) -> list[Lane]:
+        return [lane for lane in self.lanes.values() if lane.function == function]
+
+    def _lane_of(self, request: LiveRequest) -> Lane:
+        return self.lane(request.origin.function, request.origin.identity)
+
+    def _changed(self, lane: Lane) -> None:
+        lane.note_demand()
+        self.on_demand(lane.function)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- coming in ---
+
+    def has_ready(self, function: str, identity: str) -> bool:
+        lane = self.lanes.get((function, identity))
+        return lane is not None and lane.ready
+
+    def check_room(self, function: str, identity: str, nbytes: int) -> None:
+        """Refuse what would have to wait behind too much; called before a request is accepted."""
+        reason = self.unusable(function, identity)
+        if reason:
+            raise ModelUnusable(reason)
+        lane = self.lane(function, identity)
+        if not lane.waiting and any(seat.has_room for seat in lane.seats.values()):
+            return
+        lanes = self.lanes_of(function)
+        waiting = sum(len(lane.waiting) for lane in lanes)
+        if waiting >= self._queue.max_requests:
+            raise Saturated(
+                f"{waiting} requests are waiting for {function} already; at most {self._queue.max_requests} may"
+            )
+        if sum(lane.waiting_bytes for lane in lanes) + nbytes > self._queue.max_bytes:
+            raise Saturated(f"the requests waiting for {function} hold {self._queue.max_bytes} bytes already")
+
+    def enter(self, request: LiveRequest, *, front: bool = False) -> None:
+        """Own an accepted request that is with no replica."""
+        lane = self._lane_of(request)
+        self.requests[request.request_id] = request
+        lane.generation += 1
+        self._wait(request, lane, front=front)
+
+    def _wait(self, request: LiveRequest, lane: Lane, *, front: bool) -> None:
+        lane.push(request, front=front)
+        self._timeouts.arm(request)
+        self.pump(lane)
+        self.on_demand(lane.function)
+
+    def pump(self, lane: Lane) -> None:
+        """Release as many waiting requests as there are free places."""
+        while lane.waiting:
+            chosen = lane.choose(lane.waiting[0])
+            if chosen is None:
+                break
+            request, (seat, placement) = lane.pop(), chosen
+            if placement is not None:
+                self._decisions.record(
+                    "placement", lane.function, seat.replica_id, request.request_id, placement.reason,
+                    {
+                        "expected_s": placement.expected_s,
+                        "runner_up": placement.runner_up,
+                        "runner_up_s": placement.runner_up_s,
+                        "homes": placement.inputs,
+                    },
+                )  # fmt: skip
+            request.move(Phase.ASSIGNING)
+            seat.take(request)
+            self._spawn(self._assign(request, seat))
+
+    async def _assign(self, request: LiveRequest, seat: Seat) -> None:
+        try:
+            epoch = await self._journal.assign(request.request_id, seat.replica_id, seat.slot_id)
+        except Fenced:
+            self._fenced(request)
+            return
+        except StokerError as error:
+            logger.warning("event=assign_refused request=%s error=%s", request.request_id, error)
+            await asyncio.sleep(RETRY_S[2])
+            if request.phase is Phase.ASSIGNING:
+                self._requeue(request)
+            return
+        request.epoch = epoch
+        if request.phase is not Phase.ASSIGNING:
+            return
+        if request.cancelling is not None:
+            self._end(request, request.cancelling, request.cancel_error)
+            return
+        if seat.replica_id not in self._lane_of(request).seats:
+            self._retry(request, "the replica went away before it took the request")
+            return
+        self._run(request, seat)
+        seat.link.submit(request.work())
+
+    def _run(self, request: LiveRequest, seat: Seat) -> None:
+        request.move(Phase.RUNNING)
+        request.conclusion = None
+        request.device = DeviceTime()
+        request.received = request.log.last_seq
+        request.submit_ns = time.monotonic_ns()
+        request.last_token_ns = 0
+        request.log.note = "running"
+        self._timeouts.arm(request)
+
+    # --- what replicas say ---
+
+    def link_message(self, link: ReplicaLink, message: ReplicaMessage) -> None:
+        if isinstance(message, Tokens):
+            request = self.requests.get(message.request_id)
+            if request is not None and request.epoch == message.epoch and request.phase is Phase.RUNNING:
+                first = request.last_token_ns == 0
+                self._commits.tokens(request, message)
+                if first:
+                    self._timeouts.arm(request)
+            return
+        if isinstance(message, Accepted | Attached | Finished | Failed | KvSealed | Unknown):
+            request = self.requests.get(message.request_id)
+            if request is None or request.epoch != message.epoch or request.phase is not Phase.RUNNING:
+                if isinstance(message, Finished | Failed):
+                    link.settled(message.request_id, message.epoch)
+                return
+            self._about(request, message)
+
+    def _about(
+        self, request: LiveRequest, message: Accepted | Attached | Finished | Failed | KvSealed | Unknown
+    ) -> None:
+        if isinstance(message, KvSealed):
+            self._commits.sealed(request, message)
+        elif isinstance(message, Finished):
+            request.device, request.cached_tokens = message.device, message.cached_tokens
+            if message.last_seq > request.received:
+                self._commits.conclude(
+                    request, Lost(f"the replica ended at token {message.last_seq} without sending all")
+                )
+            elif message.cancelled and request.cancelling is None:
+                self._commits.conclude(request, Lost("the replica gave the request up"))
+            else:
+                self._commits.conclude(request, message)
+        elif isinstance(message, Failed):
+            request.device = message.device
+            status = 400 if message.code in CLIENT_FAULTS else 500
+            error = OutcomeError(status, message.code, message.message, message.retry)
+            self._commits.conclude(request, Lost(f"{message.code}: {message.message}", message.retry, error))
+        elif isinstance(message, Unknown):
+            self._commits.conclude(request, Lost("the replica does not know the request"))
+        elif isinstance(message, Accepted):
+            request.stages.load_kv_us += message.load_us
+            if request.log.last_seq or message.loaded_tokens:
+                self._spawn(self._write_taken(message))
+                self._record_resume(request, message)
+
+    async def _write_taken(self, message: Accepted) -> None:
+        try:
+            await self._journal.taken(message)
+        except StokerError as error:
+            logger.warning("event=taken_refused request=%s error=%s", message.request_id, error)
+
+    def _record_resume(self, request: LiveRequest, message: Accepted) -> None:
+        seat = request.seat
+        reason = (
+            f"carried on after token {request.log.last_seq}: {message.loaded_tokens} tokens loaded, "
+            f"{message.recomputed_tokens} recomputed"
+        )
+        logger.info(
+            "event=resume request=%s epoch=%d after_seq=%d loaded_tokens=%d recomputed_tokens=%d exact=%s",
+            request.request_id, request.epoch, request.log.last_seq, message.loaded_tokens,
+            message.recomputed_tokens, message.exact,
+        )  # fmt: skip
+        self._decisions.record(
+            "resume", request.origin.function, seat.replica_id if seat else None, request.request_id, reason,
+            {
+                "epoch": request.epoch,
+                "after_seq": request.log.last_seq,
+                "loaded_tokens": message.loaded_tokens,
+                "recomputed_tokens": message.recomputed_tokens,
+                "exact": message.exact,
+                "load_us": message.load_us,
+                "detail": message.detail,
+            },
+        )  # fmt: skip
+
+    def link_lost(self, link: ReplicaLink, reason: str) -> None:
+        seat = self._links.pop(link, None)
+        if seat is None:
+            return
+        logger.info("event=replica_lost replica=%s reason=%s", seat.replica_id, reason)
+        seat.accepting = False
+        self._drop_seat(seat)
+        for request in list(seat.in_flight.values()):
+            if request.phase is Phase.RUNNING:
+                self._commits.conclude(request, Lost(f"replica {seat.replica_id} was lost: {reason}"))
+        self.on_seat_lost(seat, reason)
+
+    # --- what an attempt came to ---
+
+    def _concluded(self, request: LiveRequest) -> None:
+        conclusion = request.conclusion
+        if isinstance(conclusion, Finished):
+            state = RequestState.DONE
+            if conclusion.cancelled:
+                state = request.cancelling or RequestState.CANCELLED
+            self._end(request, state, None)
+        elif isinstance(conclusion, Lost):
+            if request.cancelling is not None:
+                self._end(request, request.cancelling, None)
+            elif conclusion.retry:
+                self._retry(request, conclusion.reason)
+            else:
+                self._end(request, RequestState.FAILED, conclusion.error)
+
+    def _retry(self, request: LiveRequest, reason: str) -> None:
+        """The attempt is lost; the request goes on with another replica."""
+        request.fruitless += 1
+        if request.fruitless >= FRUITLESS_MAX:
+            error = OutcomeError(
+                500, "attempts_exhausted",
+                f"{FRUITLESS_MAX} attempts in a row ended without a token; the last: {reason}",
+            )  # fmt: skip
+            self._end(request, RequestState.FAILED, error)
+            return
+        logger.info("event=requeue request=%s epoch=%d reason=%s", request.request_id, request.epoch, reason)
+        self._spawn(self._write_requeue(request.request_id, request.epoch, reason, request.device))
+        self._requeue(request)
+
+    async def _write_requeue(self, request_id: str, epoch: int, reason: str, device: DeviceTime) -> None:
+        try:
+            await self._journal.requeue(request_id, epoch, reason, device)
+        except StokerError as error:
+            # Only the history of attempts is poorer: the next assignment raises the epoch by itself.
+            logger.warning("event=requeue_refused request=%s error=%s", request_id, error)
+
+    def _requeue(self, request: LiveRequest) -> None:
+        self._leave_seat(request)
+        self._close_stage(request)
+        request.move(Phase.QUEUED)
+        request.log.note = "waiting for another replica"
+        if self.closing:
+            return
+        self._wait(request, self._lane_of(request), front=True)
+
+    def _leave_seat(self, request: LiveRequest) -> None:
+        seat = request.seat
+        if seat is not None:
+            seat.leave(request)
+
+    def _close_stage(self, request: LiveRequest) -> None:
+        if request.last_token_ns and request.attempt_first:
+            request.stages.decode_us += (request.last_token_ns - request.attempt_first) // 1000
+        elif request.submit_ns and not request.last_token_ns:
+            request.stages.prefill_us += (time.monotonic_ns() - request.submit_ns) // 1000
+        request.submit_ns = request.last_token_ns = request.attempt_first = 0
+
+    # --- ending ---
+
+    def cancel(self, request: LiveRequest, state: RequestState = RequestState.CANCELLED) -> None:
+        """Stop the work within a step, wherever it stands. Idempotent."""
+        if not request.live or request.cancelling is not None:
+            return
+        request.cancelling = state
+        if request.phase is Phase.QUEUED:
+            self._lane_of(request).remove(request)
+            self._end(request, state, None)
+        elif request.phase is Phase.RUNNING and request.seat is not None:
+            request.seat.link.cancel(request.request_id, request.epoch)
+            asyncio.get_running_loop().call_later(CANCEL_S, self._cancel_overdue, request, request.epoch)
+
+    def _cancel_overdue(self, request: LiveRequest, epoch: int) -> None:
+        if request.phase is Phase.RUNNING and request.epoch == epoch:
+            self._commits.conclude(request, Lost("the replica did not confirm the cancellation"))
+
+    def fail(self, request: LiveRequest, state: RequestState, error: OutcomeError) -> None:
+        """End a request with an error of ours, stopping its work."""
+        if not request.live:
+            return
+        if request.phase is Phase.ASSIGNING:
+            # The epoch is being raised: only when it is known can the end be written under it.
+            request.cancelling, request.cancel_error = request.cancelling or state, error
+            return
+        if request.phase is Phase.QUEUED:
+            self._lane_of(request).remove(request)
+        elif request.phase is Phase.RUNNING and request.seat is not None:
+            request.seat.link.cancel(request.request_id, request.epoch)
+        self._end(request, state, error)
+
+    def _end(self, request: LiveRequest, state: RequestState, error: OutcomeError | None) -> None:
+        request.stop_timer()
+        seat, epoch = request.seat, request.epoch
+        self._leave_seat(request)
+        self._close_stage(request)
+        request.move(Phase.ENDING)
+        lane = self._lane_of(request)
+        self.pump(lane)
+        self._changed(lane)
+        self._spawn(self._finish(request, state, error, seat, epoch))
+
+    async def _finish(
+        self, request: LiveRequest, state: RequestState, error: OutcomeError | None, seat: Seat | None, epoch: int
+    ) -> None:
+        tries = 0
+        while True:
+            try:
+                written = await self._journal.finish(request.request_id, epoch, request.outcome(state, error))
+                break
+            except StokerError as refused:
+                pause_s = RETRY_S[min(tries, len(RETRY_S) - 1)]
+                logger.warning(
+                    "event=finish_refused request=%s retry_s=%s error=%s", request.request_id, pause_s, refused
+                )
+                tries += 1
+                await asyncio.sleep(pause_s)
+        if request.committing is not None:
+            await asyncio.wait([request.committing])
+        request.move(Phase.ENDED)
+        self.requests.pop(request.request_id, None)
+        if not written:
+            state, error = RequestState.FAILED, _TAKEN_OVER
+        elif seat is not None:
+            seat.link.settled(request.request_id, epoch)
+        request.log.finish(request.end_with(state, error))
+
+    def _fenced(self, request: LiveRequest) -> None:
+        """Another gateway owns the request: stop working on it and send readers there."""
+        logger.warning("event=fenced request=%s epoch=%d", request.request_id, request.epoch)
+        if request.phase is Phase.QUEUED:
+            self._lane_of(request).remove(request)
+        self._leave_seat(request)
+        request.stop_timer()
+        if request.live:
+            request.move(Phase.ENDING)
+            request.move(Phase.ENDED)
+        self.requests.pop(request.request_id, None)
+        self._changed(self._lane_of(request))
+        request.log.finish(request.end_with(RequestState.FAILED, _TAKEN_OVER))
+
+    def _timed_out(self, request: LiveRequest, error: OutcomeError, state: RequestState) -> None:
+        logger.info("event=timeout request=%s code=%s", request.request_id, error.code)
+        self.fail(request, state, error)
+
+    def fail_waiting(self, lane: Lane, error: OutcomeError) -> None:
+        """No replica can be had: everything that waits for one learns why."""
+        for request in list(lane.waiting):
+            self.fail(request, RequestState.FAILED, error)
+
+    # --- seats ---
+
+    def seat_ready(self, seat: Seat, held: Iterable[tuple[LiveRequest, int]] = ()) -> None:
+        """A replica takes requests now. `held`: requests it runs already, with their epochs, to attach to."""
+        lane = self.lane(seat.function, seat.identity)
+        lane.seats[seat.replica_id] = seat
+        self._links[seat.link] = seat
+        for request, epoch in held:
+            self.requests[request.request_id] = request
+            request.epoch = epoch
+            seat.take(request)
+            self._run(request, seat)
+            seat.link.attach(request.request_id, epoch, request.log.last_seq)
+        self._seats_changed(lane)
+        self.pump(lane)
+        self._changed(lane)
+
+    def seat_closing(self, seat: Seat) -> None:
+        """No new requests for this replica; what runs there goes on."""
+        if seat.accepting:
+            seat.accepting = False
+            self._seats_changed(self.lane(seat.function, seat.identity))
+
+    def _drop_seat(self, seat: Seat) -> None:
+        lane = self.lane(seat.function, seat.identity)
+        lane.seats.pop(seat.replica_id, None)
+        self._seats_changed(lane)
+
+    def _seats_changed(self, lane: Lane) -> None:
+        if lane.seats_changed():
+            for request in lane.waiting:
+                self._timeouts.arm(request)
+
+    async def close(self) -> None:
+        """Let go of everything without ending it: requests stay in the journal, replicas go on."""
+        self.closing = True
+        for request in self.requests.values():
+            request.stop_timer()
+        for link in list(self._links):
+            link.close()
+        self._links.clear()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=2.0)
+
+
+CLIENT_FAULTS: Final = frozenset(
+    {"context_length_exceeded", "invalid_request", "prompt_too_long", "invalid_request_error"}
+)
+"""Codes of a replica's refusals that are about the request itself."""
+
+_TAKEN_OVER: Final = OutcomeError(
+    503, "taken_over", "another gateway has taken this request over; read on with your cursor", True
+)

@@ -1,0 +1,285 @@
+"""Every replica there is, on every slot, as the agents tell it: the mirror on which scaling and serving act.
+
+`start` asks a slot for a replica and `end` drains one; what agents report moves the mirror and is told to listeners; a
+replica's last status closes its rows in the ledger, once. Limits: ended replicas are remembered for `KEEP_ENDED`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from autoscaler.placement import Placement, SlotHome, place_replica
+from control_plane.backends.base import Backend, SlotRefused, SlotUnavailable
+from control_plane.errors import StokerError
+from function_runtime.protocol import (
+    EngineOptions,
+    ReplicaError,
+    ReplicaSpec,
+    ReplicaState,
+    ReplicaStatus,
+    ReplicaTime,
+    SlotState,
+)
+
+logger = logging.getLogger(__name__)
+
+KEEP_ENDED: Final = 200
+CLOSE_RETRY_S: Final = 2.0
+GONE: Final = frozenset({ReplicaState.ENDED, ReplicaState.FAILED})
+STARTING: Final = frozenset({ReplicaState.STARTING, ReplicaState.LOADING})
+
+
+class ReplicaBooks(Protocol):
+    """Where a replica's life is written down."""
+
+    async def close_replica(self, status: ReplicaStatus) -> object: ...
+
+
+def now_us() -> int:
+    return time.time_ns() // 1000
+
+
+class Fleet:
+    def __init__(self, backend: Backend, books: ReplicaBooks) -> None:
+        self._backend = backend
+        self._books = books
+        self.replicas: dict[str, ReplicaStatus] = {}
+        """Living ones and, behind them, the last that ended."""
+        self.slot_of: dict[str, str] = {}
+        self.slots: dict[str, SlotState] = {}
+        """Slots whose agents are in sight now."""
+        self.on_replica: Callable[[ReplicaStatus, ReplicaStatus | None], None] = lambda status, before: None
+        """Told of every change: the new status and the one before."""
+        self.on_slot: Callable[[str], None] = lambda slot_id: None
+        """Told when a slot came into sight or went out of it."""
+        self._closed: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        await self._backend.start(self)
+
+    async def close(self, *, end_agents: bool, grace_s: float) -> None:
+        await self._backend.close(end_agents=end_agents, grace_s=grace_s)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=2.0)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- views ---
+
+    @property
+    def in_sight(self) -> bool:
+        """Whether every slot's agent is being heard."""
+        return all(slot_id in self.slots for slot_id in self._backend.slot_ids)
+
+    def living(self, function: str | None = None) -> list[ReplicaStatus]:
+        return [
+            status
+            for status in self.replicas.values()
+            if status.state not in GONE and (function is None or status.function == function)
+        ]
+
+    # --- commands ---
+
+    def place(self, needed_bytes: int, pool_identity: str) -> Placement | None:
+        """The slot where a new replica would be ready soonest."""
+        homes = [
+            SlotHome(
+                slot_id=slot_id,
+                replicas=sum(status.state not in GONE for status in state.replicas),
+                free_bytes=self._backend.free_bytes(slot_id),
+                needed_bytes=needed_bytes,
+                warm_workers=state.warm_workers,
+                weights_in_pool=any(e.identity == pool_identity and e.state == "ready" for e in state.pool),
+            )
+            for slot_id, state in self.slots.items()
+        ]
+        return place_replica(homes)
+
+    def start_replica(self, slot_id: str, spec: ReplicaSpec) -> None:
+        """Counted as starting at once; a slot that cannot be reached makes it a failed start that may be repeated."""
+        placeholder = ReplicaStatus(
+            replica_id=spec.replica_id,
+            function=spec.function,
+            revision=spec.revision,
+            state=ReplicaState.STARTING,
+            spec=spec,
+            created_us=now_us(),
+        )
+        self.slot_of[spec.replica_id] = slot_id
+        self._take(slot_id, placeholder)
+        self.spawn(self._ask_start(slot_id, spec))
+
+    async def _ask_start(self, slot_id: str, spec: ReplicaSpec) -> None:
+        try:
+            status = await self._backend.start_replica(slot_id, spec)
+        except SlotUnavailable as error:
+            current = self.replicas.get(spec.replica_id)
+            if current is not None and current.state not in GONE:
+                failed = ReplicaError("slot_unavailable", str(error), retry=True)
+                if isinstance(error, SlotRefused):
+                    failed = ReplicaError(error.code, error.message, retry=False)
+                self._take(slot_id, msgspec.structs.replace(current, state=ReplicaState.FAILED, error=failed))
+            return
+        current = self.replicas.get(spec.replica_id)
+        if current is None or (current.pid == 0 and current.state is ReplicaState.STARTING):
+            self._take(slot_id, status)  # events that overtook the answer know more
+
+    def end_replica(self, replica_id: str, grace_s: float, reason: str) -> None:
+        status, slot_id = self.replicas.get(replica_id), self.slot_of.get(replica_id)
+        if status is not None and slot_id is not None and status.state not in GONE:
+            self.spawn(self._ask_end(slot_id, replica_id, grace_s, reason))
+
+    async def _ask_end(self, slot_id: str, replica_id: str, grace_s: float, reason: str) -> None:
+        try:
+            await self._backend.end_replica(slot_id, replica_id, grace_s, reason)
+        except SlotUnavailable as error:
+            # The slot's next whole state tells whether the replica is still there; the loop then decides again.
+            logger.warning("event=end_refused replica=%s error=%s", replica_id, error)
+
+    async def warm(self, workers: int) -> None:
+        for slot_id in list(self.slots):
+            try:
+                await self._backend.warm(slot_id, workers)
+            except SlotUnavailable as error:
+                logger.warning("event=warm_refused slot=%s error=%s", slot_id, error)
+
+    async def warm_pool(self, manifest_path: str, dtype: str) -> None:
+        for slot_id in list(self.slots):
+            try:
+                await self._backend.warm_pool(slot_id, manifest_path, dtype)
+            except SlotUnavailable as error:
+                logger.warning("event=pool_warm_refused slot=%s error=%s", slot_id, error)
+
+    async def replica_log(self, replica_id: str, tail_lines: int) -> str | None:
+        slot_id = self.slot_of.get(replica_id)
+        if slot_id is None:
+            return None
+        try:
+            return await self._backend.replica_log(slot_id, replica_id, tail_lines)
+        except SlotUnavailable:
+            return None
+
+    # --- SlotListener ---
+
+    def slot_state(self, slot_id: str, state: SlotState) -> None:
+        known = self.slots.get(slot_id)
+        first = known is None or known.incarnation != state.incarnation
+        self.slots[slot_id] = state
+        for status in state.replicas:
+            self._take(slot_id, status)
+        if first:
+            there = {status.replica_id for status in state.replicas}
+            for status in self.living():
+                placeholder = status.pid == 0 and status.state is ReplicaState.STARTING
+                if (
+                    self.slot_of.get(status.replica_id) == slot_id
+                    and status.replica_id not in there
+                    and not placeholder
+                ):
+                    self._take(slot_id, gone_with_agent(status))
+        self.on_slot(slot_id)
+
+    def replica_changed(self, slot_id: str, status: ReplicaStatus) -> None:
+        self._take(slot_id, status)
+
+    def slot_lost(self, slot_id: str, reason: str, *, agent_gone: bool) -> None:
+        self.slots.pop(slot_id, None)
+        if agent_gone:
+            for status in self.living():
+                if self.slot_of.get(status.replica_id) == slot_id:
+                    self._take(slot_id, gone_with_agent(status))
+        self.on_slot(slot_id)
+
+    def _take(self, slot_id: str, status: ReplicaStatus) -> None:
+        before = self.replicas.get(status.replica_id)
+        if before is not None and before.state in GONE and before.exit != AGENT_GONE:
+            return  # nothing comes after the end
+        self.slot_of[status.replica_id] = slot_id
+        self.replicas[status.replica_id] = status
+        if before is None or before.state is not status.state:
+            error = f" error={status.error.code}" if status.error is not None else ""
+            logger.info(
+                "event=replica state=%s replica=%s function=%s revision=%d%s",
+                status.state, status.replica_id, status.function, status.revision, error,
+            )  # fmt: skip
+        if status.state in GONE:
+            self._close(status)
+        self.on_replica(status, before)
+
+    def _close(self, status: ReplicaStatus) -> None:
+        if status.replica_id not in self._closed:
+            self._closed.add(status.replica_id)
+            self.spawn(self._write_close(status))
+        ended = [known for known in self.replicas.values() if known.state in GONE]
+        for known in ended[: max(0, len(ended) - KEEP_ENDED)]:
+            del self.replicas[known.replica_id]
+            self.slot_of.pop(known.replica_id, None)
+
+    async def _write_close(self, status: ReplicaStatus) -> None:
+        while True:
+            try:
+                await self._books.close_replica(status)
+                return
+            except StokerError as error:
+                logger.warning("event=close_refused replica=%s error=%s", status.replica_id, error)
+                await asyncio.sleep(CLOSE_RETRY_S)
+
+
+AGENT_GONE: Final = "agent gone"
+
+
+def gone_with_agent(status: ReplicaStatus) -> ReplicaStatus:
+    """The last status of a replica whose agent died: it died with it, and nobody measured how long it was held, so the
+    wall clock since its creation has to do."""
+    ended_us = now_us()
+    held_us = max(status.time.held_us, ended_us - status.created_us)
+    time_held = msgspec.structs.replace(status.time, held_us=held_us)
+    return msgspec.structs.replace(
+        status,
+        state=ReplicaState.FAILED,
+        ended_us=ended_us,
+        time=time_held,
+        exit=AGENT_GONE,
+        end_reason="its agent died",
+        error=status.error or ReplicaError("agent_gone", "the slot's agent died, and its replicas with it", retry=True),
+    )
+
+
+def new_replica_spec(
+    *,
+    function: str,
+    revision: int,
+    tenant: str,
+    manifest_path: str,
+    identity: str,
+    options: EngineOptions,
+    env: dict[str, str],
+    kv_store: str,
+    start_timeout_s: float,
+) -> ReplicaSpec:
+    return ReplicaSpec(
+        replica_id="rep-" + secrets.token_hex(6),
+        function=function,
+        revision=revision,
+        tenant=tenant,
+        manifest_path=manifest_path,
+        identity=identity,
+        options=options,
+        env=env,
+        kv_store=kv_store,
+        start_timeout_s=start_timeout_s,
+    )
+
+
+__all__ = ["GONE", "STARTING", "Fleet", "ReplicaTime", "gone_with_agent", "new_replica_spec"]

@@ -1,0 +1,207 @@
+"""Where requests of one function and checkpoint wait, and the ready replicas that can take them.
+
+A `Lane` is a FIFO and its `Seat`s; two clocks run in it, one while no replica is ready (cold start) and one while all
+are full (queue), so that each wait is counted against its own limit. Limits: one gateway's view; seats of a replica are
+not shared between gateways.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Final
+
+from autoscaler.placement import Placement, ReplicaHome, place_request
+from control_plane.live_request import LiveRequest
+from control_plane.replica_link import ReplicaLink
+
+DEMAND_WINDOW_NS: Final = 15_000_000_000
+GAPS_KEPT: Final = 64
+
+
+class Seat:
+    """A ready replica, and what this gateway has running there."""
+
+    __slots__ = (
+        "accepting",
+        "function",
+        "identity",
+        "in_flight",
+        "link",
+        "max_requests",
+        "replica_id",
+        "revision",
+        "since_s",
+        "slot_id",
+    )
+
+    def __init__(
+        self,
+        replica_id: str,
+        slot_id: str,
+        function: str,
+        revision: int,
+        identity: str,
+        max_requests: int,
+        link: ReplicaLink,
+    ) -> None:
+        self.replica_id = replica_id
+        self.slot_id = slot_id
+        self.function = function
+        self.revision = revision
+        self.identity = identity
+        self.max_requests = max(1, max_requests)
+        self.link = link
+        self.in_flight: dict[str, LiveRequest] = {}
+        self.accepting = True
+        self.since_s = time.monotonic()
+
+    @property
+    def has_room(self) -> bool:
+        return self.accepting and len(self.in_flight) < self.max_requests
+
+    def take(self, request: LiveRequest) -> None:
+        self.in_flight[request.request_id] = request
+        request.seat = self
+        self.link.set_busy(True)
+
+    def leave(self, request: LiveRequest) -> None:
+        if self.in_flight.get(request.request_id) is request:
+            del self.in_flight[request.request_id]
+        if request.seat is self:
+            request.seat = None
+        if not self.in_flight:
+            self.link.set_busy(False)
+
+
+class Lane:
+    """Requests that only replicas with this checkpoint identity may serve."""
+
+    def __init__(self, function: str, identity: str) -> None:
+        self.function = function
+        self.identity = identity
+        self.waiting: deque[LiveRequest] = deque()
+        self.waiting_bytes = 0
+        self.seats: dict[str, Seat] = {}
+        self.generation = 0
+        self.gaps_s: deque[float] = deque(maxlen=GAPS_KEPT)
+        self.created_s = time.monotonic()
+        self._active_since_s: float | None = None
+        self._idle_since_s = self.created_s
+        self._demand: deque[tuple[int, int]] = deque()
+        self._cold_ns = 0
+        self._queue_ns = 0
+        self._clock_ns = time.monotonic_ns()
+        self._was_ready = False
+
+    # --- demand, as scaling sees it ---
+
+    @property
+    def in_flight(self) -> int:
+        return sum(len(seat.in_flight) for seat in self.seats.values())
+
+    @property
+    def demand(self) -> int:
+        return len(self.waiting) + self.in_flight
+
+    def note_demand(self) -> None:
+        """To be called whenever a request comes or goes."""
+        now_ns = time.monotonic_ns()
+        demand = self.demand
+        while self._demand and self._demand[-1][1] <= demand:
+            self._demand.pop()
+        self._demand.append((now_ns, demand))
+        now_s = now_ns / 1e9
+        if demand > 0 and self._active_since_s is None:
+            self._active_since_s = now_s
+            if self.generation > 1:
+                self.gaps_s.append(now_s - self._idle_since_s)
+        elif demand == 0 and self._active_since_s is not None:
+            self._active_since_s = None
+            self._idle_since_s = now_s
+
+    def touch(self) -> None:
+        """Interest without a request (one that did not want to wait): keeps what it woke for the keep-alive."""
+        self._idle_since_s = time.monotonic()
+
+    def last_activity_s(self, now_s: float) -> float:
+        return now_s if self._active_since_s is not None else self._idle_since_s
+
+    def peak_demand(self) -> int:
+        """The largest demand within the window; the level at its start counts too."""
+        horizon_ns = time.monotonic_ns() - DEMAND_WINDOW_NS
+        while len(self._demand) > 1 and self._demand[1][0] <= horizon_ns:
+            self._demand.popleft()
+        return max((demand for _, demand in self._demand), default=0)
+
+    # --- waiting ---
+
+    def push(self, request: LiveRequest, *, front: bool = False) -> None:
+        self._tick()
+        request.cold_base_ns, request.queue_base_ns = self._cold_ns, self._queue_ns
+        if front:
+            self.waiting.appendleft(request)
+        else:
+            self.waiting.append(request)
+        self.waiting_bytes += request.origin.nbytes
+        self.note_demand()
+
+    def pop(self) -> LiveRequest:
+        request = self.waiting.popleft()
+        self._left(request)
+        return request
+
+    def remove(self, request: LiveRequest) -> bool:
+        try:
+            self.waiting.remove(request)
+        except ValueError:
+            return False
+        self._left(request)
+        self.note_demand()
+        return True
+
+    def _left(self, request: LiveRequest) -> None:
+        self.waiting_bytes -= request.origin.nbytes
+        cold_ns, queue_ns = self.waited_ns(request)
+        request.stages.cold_start_us += cold_ns // 1000
+        request.stages.queue_us += queue_ns // 1000
+
+    # --- clocks ---
+
+    @property
+    def ready(self) -> bool:
+        return any(seat.accepting for seat in self.seats.values())
+
+    def _tick(self) -> None:
+        now_ns = time.monotonic_ns()
+        if self._was_ready:
+            self._queue_ns += now_ns - self._clock_ns
+        else:
+            self._cold_ns += now_ns - self._clock_ns
+        self._clock_ns = now_ns
+
+    def seats_changed(self) -> bool:
+        """To be called when a seat comes, goes or stops accepting; True if the lane became ready or stopped being."""
+        self._tick()
+        was, self._was_ready = self._was_ready, self.ready
+        return was is not self._was_ready
+
+    def waited_ns(self, request: LiveRequest) -> tuple[int, int]:
+        """(without any ready replica, with all replicas full), since the request was last queued."""
+        self._tick()
+        return self._cold_ns - request.cold_base_ns, self._queue_ns - request.queue_base_ns
+
+    # --- seats ---
+
+    def choose(self, request: LiveRequest) -> tuple[Seat, Placement | None] | None:
+        """The seat for a request, and the placement where there was a choice."""
+        free = [seat for seat in self.seats.values() if seat.has_room]
+        if not free:
+            return None
+        if len(free) == 1:
+            return free[0], None
+        homes = [ReplicaHome(seat.replica_id, len(seat.in_flight), seat.max_requests) for seat in free]
+        placement = place_request(len(request.origin.prompt), None, homes)
+        if placement is None:
+            return None
+        return self.seats[placement.choice], placement

@@ -1,0 +1,237 @@
+"""A request this gateway owns: its resume record, its log, and where it stands.
+
+`QUEUED -> ASSIGNING -> RUNNING -> ENDING -> ENDED`, back to `QUEUED` when an attempt is lost. Tokens of a replica
+wait in `pending` until the journal has them; only then they reach `log`. Limits: a plain record; `dispatch` and
+`commit` move it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from control_plane.gateway.parsing import RenderOptions
+from control_plane.records import Outcome, OutcomeError, RequestState, StageTimes
+from control_plane.request_log import End, RequestLog
+from function_runtime.protocol import DeviceTime, Finished, KvChunk, Sampling, TokenEvent, Work
+
+if TYPE_CHECKING:
+    from control_plane.lanes import Seat
+
+
+class Phase(enum.Enum):
+    QUEUED = "queued"
+    ASSIGNING = "assigning"
+    RUNNING = "running"
+    ENDING = "ending"
+    ENDED = "ended"
+
+
+_TRANSITIONS: Final = {
+    Phase.QUEUED: frozenset({Phase.ASSIGNING, Phase.RUNNING, Phase.ENDING}),
+    Phase.ASSIGNING: frozenset({Phase.RUNNING, Phase.QUEUED, Phase.ENDING}),
+    Phase.RUNNING: frozenset({Phase.QUEUED, Phase.ENDING}),
+    Phase.ENDING: frozenset({Phase.ENDED}),
+    Phase.ENDED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLimits:
+    """Each bounds one thing and nothing else; seconds."""
+
+    cold_start_s: float
+    """Waiting while no replica of the function is ready."""
+    queue_s: float
+    """Waiting while replicas are ready but full."""
+    first_token_s: float
+    """From a replica's taking the request to its first token."""
+    idle_s: float
+    """Between two tokens."""
+    total_s: float
+    """From acceptance to the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """An attempt ended without an outcome."""
+
+    reason: str
+    retry: bool = True
+    error: OutcomeError | None = None
+
+
+@dataclass(slots=True)
+class Stages:
+    """Wall microseconds of a request's stages, summed over its attempts (one monotonic clock)."""
+
+    queue_us: int = 0
+    cold_start_us: int = 0
+    load_kv_us: int = 0
+    prefill_us: int = 0
+    decode_us: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What never changes about a request."""
+
+    request_id: str
+    tenant: str
+    key_id: str
+    function: str
+    revision: int
+    identity: str
+    """Identity of the checkpoint whose tokenizer made the prompt: the only one that may continue it."""
+    model: str
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    options: RenderOptions
+    limits: TimeLimits
+    kv_scope: str
+    write_kv: bool
+    durable: bool
+    created_us: int
+
+    @property
+    def nbytes(self) -> int:
+        """What waiting costs in memory, roughly: eight bytes a token and the record."""
+        return 8 * len(self.prompt) + 2048
+
+
+class LiveRequest:
+    __slots__ = (
+        "accept_ns",
+        "attempt_first",
+        "attempt_seq",
+        "cached_tokens",
+        "cancel_error",
+        "cancelling",
+        "cold_base_ns",
+        "committing",
+        "committing_events",
+        "conclusion",
+        "detached",
+        "device",
+        "epoch",
+        "fruitless",
+        "kv",
+        "last_token_ns",
+        "log",
+        "origin",
+        "pending",
+        "pending_ends",
+        "phase",
+        "prefill_ends",
+        "queue_base_ns",
+        "readers",
+        "received",
+        "seat",
+        "stages",
+        "submit_ns",
+        "timer",
+    )
+
+    def __init__(self, origin: Origin, detached: bool, log: RequestLog | None = None) -> None:
+        self.origin = origin
+        self.log = log or RequestLog()
+        self.phase = Phase.QUEUED
+        self.detached = detached
+        """Whether the work goes on when nobody reads."""
+        self.readers = 0
+        self.epoch = 0
+        self.seat: Seat | None = None
+        self.received = self.log.last_seq
+        """Place of the last token a replica sent, committed or not."""
+        self.pending: list[TokenEvent] = []
+        self.pending_ends: tuple[int, ...] | None = None
+        self.committing: asyncio.Future[None] | None = None
+        """An append is under way; done when it is in the log (or refused for good)."""
+        self.committing_events: list[TokenEvent] = []
+        self.conclusion: Finished | Lost | None = None
+        """What the attempt came to; acted upon when everything it sent is committed."""
+        self.cancelling: RequestState | None = None
+        """How it is to end as soon as its replica (or its assignment) lets go."""
+        self.cancel_error: OutcomeError | None = None
+        self.kv: list[KvChunk] = []
+        self.prefill_ends: tuple[int, ...] = ()
+        self.cached_tokens = 0
+        self.device = DeviceTime()
+        self.fruitless = 0
+        """Attempts in a row that were lost without a single new token."""
+        self.attempt_seq = 0
+        self.attempt_first = 0
+        self.accept_ns = time.monotonic_ns()
+        self.submit_ns = 0
+        self.last_token_ns = 0
+        self.cold_base_ns = 0
+        self.queue_base_ns = 0
+        self.stages = Stages()
+        self.timer: asyncio.TimerHandle | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.origin.request_id
+
+    @property
+    def live(self) -> bool:
+        return self.phase not in (Phase.ENDING, Phase.ENDED)
+
+    def move(self, phase: Phase) -> None:
+        if phase not in _TRANSITIONS[self.phase]:
+            raise RuntimeError(f"{self.request_id} cannot go from {self.phase.value} to {phase.value}")
+        self.phase = phase
+
+    def stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    def work(self) -> Work:
+        """The resume record for the attempt that `epoch` names."""
+        origin = self.origin
+        return Work(
+            request_id=origin.request_id,
+            epoch=self.epoch,
+            tenant=origin.tenant,
+            kv_scope=origin.kv_scope,
+            prompt=origin.prompt,
+            sampling=origin.sampling,
+            produced=tuple(self.log.events),
+            prefill_ends=self.prefill_ends,
+            kv=tuple(self.kv),
+            write_kv=origin.write_kv,
+        )
+
+    def outcome(self, state: RequestState, error: OutcomeError | None) -> Outcome:
+        """How it ended, for the journal; `received` is the log's length once the appends under way are committed."""
+        reasons = {event.choice: event.finish for event in self.log.events if event.finish is not None}
+        for event in self.committing_events:
+            if event.finish is not None:
+                reasons[event.choice] = event.finish
+        last_seq = self.log.last_seq + len(self.committing_events)
+        stages = self.stages
+        return Outcome(
+            state=state,
+            last_seq=last_seq,
+            input_tokens=len(self.origin.prompt),
+            cached_tokens=self.cached_tokens,
+            output_tokens=last_seq,
+            finish_reasons=tuple(reasons[choice] for choice in sorted(reasons)),
+            error=error,
+            device=self.device,
+            stages=StageTimes(
+                queue_us=stages.queue_us,
+                cold_start_us=stages.cold_start_us,
+                load_kv_us=stages.load_kv_us,
+                prefill_us=stages.prefill_us,
+                decode_us=stages.decode_us,
+                total_us=(time.monotonic_ns() - self.accept_ns) // 1000,
+            ),
+        )
+
+    def end_with(self, state: RequestState, error: OutcomeError | None = None) -> End:
+        return End(state, self.cached_tokens, error)

@@ -1,0 +1,161 @@
+"""Between the fleet and the dispatcher: a replica that is ready gets a connection and becomes a seat; a connection that
+breaks is made anew while the replica lives, or the replica is ended.
+
+Also brings home the requests of an earlier life of this gateway (`Adoption`): those a living replica still runs are
+attached to, the others wait for a new replica. Limits: a request is attached to only under the epoch the journal has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Iterable
+from typing import Any, Final
+
+from control_plane.dispatch import Dispatcher
+from control_plane.fleet import GONE, Fleet
+from control_plane.lanes import Seat
+from control_plane.live_request import LiveRequest
+from control_plane.replica_link import LinkError, ReplicaLink
+from function_runtime.protocol import ReplicaState, ReplicaStatus
+
+logger = logging.getLogger(__name__)
+
+CONNECT_PAUSES_S: Final = (0.0, 0.02, 0.2, 1.0)
+"""Pauses before the attempts to connect to a ready replica; then it counts as unreachable."""
+DEATH_NOTICE_S: Final = 0.5
+"""A broken connection mostly means a death, which the agent reports within milliseconds: this long before connecting
+anew."""
+
+
+class Adoption:
+    """Requests that may still run on a replica: they wait for it to be heard, or to be known as gone."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._waiting: dict[str, dict[str, LiveRequest]] = {}
+
+    def hold(self, live: LiveRequest, replica_id: str) -> None:
+        live.log.note = "looking for its replica"
+        self._dispatcher.requests[live.request_id] = live
+        self._waiting.setdefault(replica_id, {})[live.request_id] = live
+
+    def claim(self, replica_id: str, running: Iterable[tuple[str, int]]) -> list[tuple[LiveRequest, int]]:
+        """The requests that replica runs for us; what we looked for there in vain waits for another replica."""
+        looked_for = self._waiting.pop(replica_id, {})
+        held: list[tuple[LiveRequest, int]] = []
+        for request_id, epoch in running:
+            live = looked_for.get(request_id)
+            if live is not None and live.live and live.epoch == epoch:
+                held.append((looked_for.pop(request_id), epoch))
+        self._release(looked_for, replica_id)
+        return held
+
+    def gone(self, replica_id: str) -> None:
+        self._release(self._waiting.pop(replica_id, {}), replica_id)
+
+    def settle(self, living: set[str]) -> None:
+        """All slots are in sight: replicas that are not among the living are gone."""
+        for replica_id in [known for known in self._waiting if known not in living]:
+            self.gone(replica_id)
+
+    def _release(self, requests: dict[str, LiveRequest], replica_id: str) -> None:
+        for live in requests.values():
+            if live.live:
+                logger.info("event=adopt request=%s replica=%s outcome=gone", live.request_id, replica_id)
+                self._dispatcher.enter(live)
+
+
+class Seating:
+    def __init__(self, fleet: Fleet, dispatcher: Dispatcher, gateway_id: str) -> None:
+        self._fleet = fleet
+        self._dispatcher = dispatcher
+        self._gateway_id = gateway_id
+        self.adoption = Adoption(dispatcher)
+        self._seats: dict[str, Seat] = {}
+        self._connecting: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        dispatcher.on_seat_lost = self._seat_lost
+
+    def seat(self, replica_id: str) -> Seat | None:
+        return self._seats.get(replica_id)
+
+    def replica_changed(self, status: ReplicaStatus) -> None:
+        replica_id = status.replica_id
+        serving = status.state is ReplicaState.READY or (status.state is ReplicaState.DRAINING and status.port != 0)
+        if serving and replica_id not in self._seats and replica_id not in self._connecting:
+            self._connecting.add(replica_id)
+            self._spawn(self._connect(replica_id))
+        if status.state is ReplicaState.DRAINING and (seat := self._seats.get(replica_id)) is not None:
+            self._dispatcher.seat_closing(seat)
+        if status.state in GONE:
+            self.adoption.gone(replica_id)
+
+    def slot_changed(self) -> None:
+        if self._fleet.in_sight:
+            self.adoption.settle({status.replica_id for status in self._fleet.living()})
+
+    async def _connect(self, replica_id: str) -> None:
+        try:
+            for pause_s in CONNECT_PAUSES_S:
+                if pause_s:
+                    await asyncio.sleep(pause_s)
+                status = self._fleet.replicas.get(replica_id)
+                if status is None or status.state in GONE or self._dispatcher.closing:
+                    return
+                try:
+                    link = await ReplicaLink.connect(
+                        status.host, status.port, status.token, self._gateway_id, self._dispatcher
+                    )
+                except LinkError as error:
+                    logger.warning("event=connect_failed replica=%s error=%s", replica_id, error)
+                    continue
+                self._sit(status, link)
+                return
+            self._fleet.end_replica(replica_id, 0.0, "unreachable")
+            self.adoption.gone(replica_id)
+        finally:
+            self._connecting.discard(replica_id)
+
+    def _sit(self, status: ReplicaStatus, link: ReplicaLink) -> None:
+        welcome = link.welcome
+        if welcome is None:
+            raise RuntimeError("a link without a welcome")
+        seat = Seat(
+            replica_id=status.replica_id,
+            slot_id=self._fleet.slot_of.get(status.replica_id, ""),
+            function=status.function,
+            revision=status.revision,
+            identity=status.spec.identity,
+            max_requests=welcome.max_requests,
+            link=link,
+        )
+        seat.accepting = status.state is ReplicaState.READY
+        self._seats[status.replica_id] = seat
+        held = self.adoption.claim(status.replica_id, welcome.running)
+        ours = {live.request_id for live, _ in held}
+        for request_id, epoch in welcome.running:
+            if request_id not in ours:
+                # Ended, cancelled or assigned anew while nobody was connected: nobody waits for it any more.
+                link.cancel(request_id, epoch)
+                link.settled(request_id, epoch)
+        self._dispatcher.seat_ready(seat, held)
+
+    def _seat_lost(self, seat: Seat, reason: str) -> None:
+        if self._seats.get(seat.replica_id) is seat:
+            del self._seats[seat.replica_id]
+        self._spawn(self._after_loss(seat.replica_id, reason))
+
+    async def _after_loss(self, replica_id: str, reason: str) -> None:
+        if "no progress" in reason:
+            self._fleet.end_replica(replica_id, 0.0, f"stalled: {reason}")
+            return
+        await asyncio.sleep(DEATH_NOTICE_S)
+        status = self._fleet.replicas.get(replica_id)
+        if status is not None and status.state is ReplicaState.READY and not self._dispatcher.closing:
+            self.replica_changed(status)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
