@@ -1,0 +1,416 @@
+"""The functions there are: specs by revision, their model names, and how far each revision's model has been imported.
+
+All current functions are held in memory and looked up by tenant and model name; every change goes to the database
+first and is then told to subscribers. The same spec again is the same revision; older revisions stay, for rollback.
+`IMPORTING -> READY | FAILED`, and back to `IMPORTING` when tried again. Limits: changes made through another gateway
+are seen here after the next `refresh`.
+"""
+
+from __future__ import annotations
+
+import enum
+import fnmatch
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeAlias
+
+from control_plane.database import Connection, Database
+from control_plane.errors import Conflict, InvalidRequest, NotFound
+from control_plane.settings import ModelSettings
+from control_plane.spec import FunctionSpec, parse_json
+
+
+class ImportState(enum.StrEnum):
+    IMPORTING = "importing"
+    """Wanted, not there yet; also what a restart finds unfinished."""
+    READY = "ready"
+    FAILED = "failed"
+
+
+TRANSITIONS: Final[dict[ImportState, frozenset[ImportState]]] = {
+    ImportState.IMPORTING: frozenset({ImportState.READY, ImportState.FAILED}),
+    ImportState.READY: frozenset({ImportState.IMPORTING, ImportState.FAILED}),
+    ImportState.FAILED: frozenset({ImportState.IMPORTING}),
+}
+"""`READY -> FAILED` is a checkpoint that its replicas found unusable."""
+
+
+@dataclass(frozen=True, slots=True)
+class RevisionError:
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Revision:
+    tenant: str
+    function: str
+    revision: int
+    spec: FunctionSpec
+    created_us: int
+    state: ImportState
+    error: RevisionError | None = None
+    identity: str | None = None
+    """Checkpoint identity; known once imported."""
+    manifest_path: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    tenant: str
+    name: str
+    created_us: int
+    updated_us: int
+    current: Revision
+
+    @property
+    def revision(self) -> int:
+        return self.current.revision
+
+    @property
+    def spec(self) -> FunctionSpec:
+        return self.current.spec
+
+
+class ChangeKind(enum.StrEnum):
+    CREATED = "created"
+    UPDATED = "updated"
+    """Another revision is current: a new spec, or a rollback."""
+    IMPORTED = "imported"
+    """The import state of a revision changed."""
+    DELETED = "deleted"
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionChange:
+    kind: ChangeKind
+    function: Function
+    """As it is now; of a deleted one, as it was."""
+    previous: Function | None = None
+    revision: Revision | None = None
+    """Of `IMPORTED`: the revision, which need not be the current one."""
+
+
+Subscriber: TypeAlias = Callable[[FunctionChange], None]
+
+_REVISION_COLUMNS: Final = (
+    "v.tenant, v.function, v.revision, v.spec, v.created_us, v.state, v.error_code, v.error_message, v.identity, "
+    "v.manifest_path"
+)
+_CURRENT: Final = f"""
+SELECT f.created_us, f.updated_us, {_REVISION_COLUMNS} FROM functions f
+JOIN revisions v ON v.tenant = f.tenant AND v.function = f.name AND v.revision = f.revision
+WHERE f.deleted_us IS NULL"""
+_PUT_FUNCTION: Final = """
+INSERT INTO functions (tenant, name, revision, created_us, updated_us) VALUES (:tenant, :name, :revision, :now, :now)
+ON CONFLICT (tenant, name) DO UPDATE SET revision = excluded.revision, updated_us = excluded.updated_us,
+    created_us = CASE WHEN functions.deleted_us IS NULL THEN functions.created_us ELSE excluded.created_us END,
+    deleted_us = NULL"""
+_PUT_REVISION: Final = """
+INSERT INTO revisions (tenant, function, revision, spec, digest, price_microusd_per_hour, created_us, state)
+VALUES (:tenant, :name, :revision, :spec, :digest, :price, :now, 'importing')"""
+_SET_STATE: Final = """
+UPDATE revisions SET state = :state, error_code = :error_code, error_message = :error_message,
+    identity = COALESCE(:identity, identity), manifest_path = COALESCE(:manifest_path, manifest_path)
+WHERE tenant = :tenant AND function = :name AND revision = :revision"""
+
+
+class FunctionStore:
+    def __init__(self, database: Database, models: ModelSettings | None = None) -> None:
+        self._database = database
+        self._models = models or ModelSettings()
+        self._functions: dict[tuple[str, str], Function] = {}
+        self._by_model: dict[tuple[str, str], Function] = {}
+        self._subscribers: list[Subscriber] = []
+
+    # --- looking up -------------------------------------------------------------------------------------------
+
+    async def refresh(self) -> None:
+        """Read all functions, and tell subscribers of what differs from before (at start, everything is new)."""
+
+        def run(connection: Connection) -> list[Function]:
+            return [_function(row) for row in connection.execute(_CURRENT).fetchall()]
+
+        found = {(each.tenant, each.name): each for each in await self._database.read(run)}
+        for key in [key for key in self._functions if key not in found]:
+            self._forget(key)
+        for function in found.values():
+            self._remember(function)
+
+    def resolve(self, model: str, tenant: str) -> Function:
+        """The function a client means by a model name or alias."""
+        function = self._by_model.get((tenant, model))
+        if function is None:
+            known = sorted(name for (owner, name) in self._functions if owner == tenant)
+            there = f"there are {', '.join(known[:10])}" if known else "none is deployed yet"
+            raise NotFound(f"the model {model[:200]!r} does not exist: {there}", param="model", code="model_not_found")
+        return function
+
+    def list(self, tenant: str | None = None) -> list[Function]:
+        """By name; None: of all tenants."""
+        found = [each for each in self._functions.values() if tenant is None or each.tenant == tenant]
+        return sorted(found, key=lambda each: (each.name, each.tenant))
+
+    def get(self, name: str, tenant: str) -> Function:
+        function = self._functions.get((tenant, name))
+        if function is None:
+            raise NotFound(f"there is no function {name[:60]!r}", param="name", code="function_not_found")
+        return function
+
+    def find(self, name: str, tenant: str) -> Function | None:
+        return self._functions.get((tenant, name))
+
+    async def revisions(self, name: str, tenant: str) -> Sequence[Revision]:
+        """Oldest first; those of a deleted function too."""
+
+        def run(connection: Connection) -> Sequence[Revision]:
+            rows = connection.execute(
+                f"SELECT {_REVISION_COLUMNS} FROM revisions v WHERE v.tenant = :tenant AND v.function = :name "
+                "ORDER BY v.revision",
+                {"tenant": tenant, "name": name},
+            ).fetchall()
+            return [_revision(row) for row in rows]
+
+        found = await self._database.read(run)
+        if not found:
+            raise NotFound(f"there is no function {name[:60]!r}", param="name", code="function_not_found")
+        return found
+
+    async def revision(self, name: str, tenant: str, number: int) -> Revision | None:
+        """One revision, current or not."""
+        current = self._functions.get((tenant, name))
+        if current is not None and current.revision == number:
+            return current.current
+
+        def run(connection: Connection) -> Revision | None:
+            row = connection.execute(
+                f"SELECT {_REVISION_COLUMNS} FROM revisions v WHERE v.tenant = :tenant AND v.function = :name "
+                "AND v.revision = :revision",
+                {"tenant": tenant, "name": name, "revision": number},
+            ).fetchone()
+            return None if row is None else _revision(row)
+
+        return await self._database.read(run)
+
+    # --- changing ---------------------------------------------------------------------------------------------
+
+    async def put(self, spec: FunctionSpec, tenant: str) -> Function:
+        """Create or update. The current spec again changes nothing."""
+        self._check_allowed(spec)
+        text, digest = spec.canonical(), spec.digest()
+
+        def run(connection: Connection) -> Function:
+            values: dict[str, Any] = {"tenant": tenant, "name": spec.name, "now": _now_us()}
+            self._check_names(connection, spec, tenant)
+            current = connection.execute(
+                """SELECT v.digest FROM functions f JOIN revisions v
+                ON v.tenant = f.tenant AND v.function = f.name AND v.revision = f.revision
+                WHERE f.tenant = :tenant AND f.name = :name AND f.deleted_us IS NULL""",
+                values,
+            ).fetchone()
+            if current is None or current[0] != digest:
+                (highest,) = connection.execute(
+                    "SELECT COALESCE(MAX(revision), 0) FROM revisions WHERE tenant = :tenant AND function = :name",
+                    values,
+                ).fetchone()
+                values["revision"] = highest + 1
+                connection.execute(
+                    _PUT_REVISION,
+                    {**values, "spec": text, "digest": digest, "price": spec.price_microusd_per_hour},
+                )
+                connection.execute(_PUT_FUNCTION, values)
+            return _load(connection, spec.name, tenant)
+
+        function = await self._database.write(run)
+        return self._remember(function)
+
+    async def rollback(self, name: str, tenant: str, to: int | None = None) -> Function:
+        """Make an earlier revision current: `to`, or the one before. Its spec becomes the newest revision again, so
+        that revisions only ever grow."""
+        current = self.get(name, tenant)
+        known = {each.revision: each for each in await self.revisions(name, tenant)}
+        if to is None:
+            earlier = [
+                number
+                for number, each in known.items()
+                if number < current.revision and each.spec != current.spec
+            ]
+            if not earlier:
+                raise Conflict(
+                    f"{name} has no revision before {current.revision} to go back to", code="no_earlier_revision"
+                )
+            to = max(earlier)
+        if to not in known:
+            there = ", ".join(str(number) for number in sorted(known))
+            raise NotFound(f"{name} has no revision {to}: there are {there}", param="to", code="revision_not_found")
+        return await self.put(known[to].spec, tenant)
+
+    async def delete(self, name: str, tenant: str) -> Function:
+        """The function is gone for clients at once; its revisions stay for the ledger's sake."""
+
+        def run(connection: Connection) -> int:
+            return connection.execute(
+                "UPDATE functions SET deleted_us = :now WHERE tenant = :tenant AND name = :name "
+                "AND deleted_us IS NULL",
+                {"tenant": tenant, "name": name, "now": _now_us()},
+            ).rowcount
+
+        function = self.get(name, tenant)
+        await self._database.write(run)
+        self._forget((tenant, name))
+        return function
+
+    async def set_import(
+        self,
+        name: str,
+        tenant: str,
+        revision: int,
+        state: ImportState,
+        *,
+        error: RevisionError | None = None,
+        identity: str | None = None,
+        manifest_path: str | None = None,
+    ) -> Revision:
+        """How far the model of a revision is; `READY` comes with identity and manifest, `FAILED` with the error."""
+
+        def run(connection: Connection) -> Revision:
+            values = {"tenant": tenant, "name": name, "revision": revision}
+            before = connection.execute(
+                "SELECT state FROM revisions WHERE tenant = :tenant AND function = :name AND revision = :revision",
+                values,
+            ).fetchone()
+            if before is None:
+                raise NotFound(f"{name} has no revision {revision}", code="revision_not_found")
+            if state is not ImportState(before[0]) and state not in TRANSITIONS[ImportState(before[0])]:
+                raise Conflict(f"revision {revision} of {name} cannot go from {before[0]} to {state}")
+            connection.execute(
+                _SET_STATE,
+                {
+                    **values,
+                    "state": state.value,
+                    "error_code": error.code if error else None,
+                    "error_message": error.message if error else None,
+                    "identity": identity,
+                    "manifest_path": manifest_path,
+                },
+            )
+            row = connection.execute(
+                f"SELECT {_REVISION_COLUMNS} FROM revisions v WHERE v.tenant = :tenant AND v.function = :name "
+                "AND v.revision = :revision",
+                values,
+            ).fetchone()
+            return _revision(row)
+
+        changed = await self._database.write(run)
+        function = self._functions.get((tenant, name))
+        if function is not None:
+            if function.revision == revision:
+                function = replace(function, current=changed)
+                self._index(function)
+            self._tell(FunctionChange(ChangeKind.IMPORTED, function, revision=changed))
+        return changed
+
+    # --- telling ----------------------------------------------------------------------------------------------
+
+    def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
+        """Be called, on the event loop, after each change; returns how to stop that."""
+        self._subscribers.append(subscriber)
+        return lambda: self._subscribers.remove(subscriber)
+
+    def _tell(self, change: FunctionChange) -> None:
+        for subscriber in list(self._subscribers):
+            subscriber(change)
+
+    # --- in memory --------------------------------------------------------------------------------------------
+
+    def _remember(self, function: Function) -> Function:
+        key = (function.tenant, function.name)
+        previous = self._functions.get(key)
+        if previous == function:
+            return function
+        if previous is not None and previous.revision > function.revision:
+            return previous
+        self._index(function)
+        if previous is None:
+            self._tell(FunctionChange(ChangeKind.CREATED, function))
+        elif previous.revision != function.revision:
+            self._tell(FunctionChange(ChangeKind.UPDATED, function, previous))
+        else:
+            self._tell(FunctionChange(ChangeKind.IMPORTED, function, previous, function.current))
+        return function
+
+    def _forget(self, key: tuple[str, str]) -> None:
+        function = self._functions.pop(key, None)
+        if function is not None:
+            self._unindex(function)
+            self._tell(FunctionChange(ChangeKind.DELETED, function))
+
+    def _index(self, function: Function) -> None:
+        key = (function.tenant, function.name)
+        previous = self._functions.get(key)
+        if previous is not None:
+            self._unindex(previous)
+        self._functions[key] = function
+        for model in function.spec.names():
+            self._by_model[function.tenant, model] = function
+
+    def _unindex(self, function: Function) -> None:
+        for model in function.spec.names():
+            if self._by_model.get((function.tenant, model)) is function:
+                del self._by_model[function.tenant, model]
+
+    # --- checking ---------------------------------------------------------------------------------------------
+
+    def _check_allowed(self, spec: FunctionSpec) -> None:
+        if not any(fnmatch.fnmatchcase(spec.model, pattern) for pattern in self._models.allowed):
+            raise InvalidRequest(
+                f"model: {spec.model} is not among what the administrator allows ({', '.join(self._models.allowed)})",
+                param="model",
+                code="model_not_allowed",
+            )
+
+    @staticmethod
+    def _check_names(connection: Connection, spec: FunctionSpec, tenant: str) -> None:
+        """A model name means one function of a tenant. Checked inside the transaction, against what is stored."""
+        wanted = set(spec.names())
+        for row in connection.execute(_CURRENT + " AND f.tenant = :tenant", {"tenant": tenant}).fetchall():
+            other = _function(row)
+            if other.name == spec.name:
+                continue
+            taken = sorted(wanted & set(other.spec.names()))
+            if taken:
+                field = "name" if taken[0] == spec.name else "aliases"
+                raise Conflict(
+                    f"{field}: the model name {taken[0]!r} belongs to the function {other.name} already",
+                    param=field,
+                    code="name_taken",
+                )
+
+
+def _now_us() -> int:
+    return time.time_ns() // 1000
+
+
+def _load(connection: Connection, name: str, tenant: str) -> Function:
+    values = {"tenant": tenant, "name": name}
+    return _function(connection.execute(_CURRENT + " AND f.tenant = :tenant AND f.name = :name", values).fetchone())
+
+
+def _function(row: Sequence[Any]) -> Function:
+    revision = _revision(row[2:])
+    return Function(revision.tenant, revision.function, row[0], row[1], revision)
+
+
+def _revision(row: Sequence[Any]) -> Revision:
+    return Revision(
+        tenant=row[0],
+        function=row[1],
+        revision=row[2],
+        spec=parse_json(row[3]),
+        created_us=row[4],
+        state=ImportState(row[5]),
+        error=RevisionError(row[6], row[7]) if row[6] else None,
+        identity=row[8],
+        manifest_path=row[9],
+    )
