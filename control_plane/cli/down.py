@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from control_plane.cli.data_dir import DataDir
 from control_plane.cli.failure import CommandError
-from control_plane.cli.output import print_json, progress
+from control_plane.cli.output import Advance, print_json, progress
 
 INSIST_S: Final = 5.0
 """What a process that was told twice gets before it is killed."""
@@ -26,31 +26,37 @@ CALL_S: Final = 5.0
 
 def end_service(data_dir: Path | None, grace_s: float, as_json: bool) -> None:
     place = DataDir.at(data_dir)
-    holder = place.holder()
-    agents = [agent for agent in place.agents() if is_alive(int(agent.get("pid", 0)))]
-    if holder is None and not agents:
+    with progress("ending", quiet=as_json) as advance:
+        ended = end_all(place, grace_s, advance)
+    if ended["control_plane_pid"] is None and not ended["agent_pids"]:
         raise CommandError(
             f"nothing runs on {place.path}",
             "name the directory that `stoker up` was given with --data-dir",
             code="not_running",
         )
-    with progress("ending", quiet=as_json) as advance:
-        total = len(agents) + (holder is not None)
-        if holder is not None:
-            advance("control plane (running requests finish)", 0, total)
-            end_process(holder.pid, grace_s)
-        for place_number, agent in enumerate(agents):
-            advance(f"agent {agent.get('slot_id')}", total - len(agents) + place_number, total)
-            end_agent(agent, grace_s)
-    ended = {
-        "data_dir": str(place.path),
-        "control_plane_pid": holder.pid if holder else None,
-        "agent_pids": [agent["pid"] for agent in agents],
-    }
     if as_json:
         print_json(ended)
-    else:
-        print(f"ended: {'control plane, ' if holder else ''}{len(agents)} agent{'s' * (len(agents) != 1)}")
+        return
+    agents = len(ended["agent_pids"])
+    print(f"ended: {'control plane, ' if ended['control_plane_pid'] else ''}{agents} agent{'s' * (agents != 1)}")
+
+
+def end_all(place: DataDir, grace_s: float, advance: Advance = lambda stage, done, total: None) -> dict[str, Any]:
+    """Ends what runs on a data directory; says what that was."""
+    holder = place.holder()
+    agents = [agent for agent in place.agents() if is_alive(int(agent.get("pid", 0)))]
+    total = len(agents) + (holder is not None)
+    if holder is not None:
+        advance("control plane (running requests finish)", 0, total)
+        end_process(holder.pid, grace_s)
+    for number, agent in enumerate(agents, start=total - len(agents)):
+        advance(f"agent {agent.get('slot_id')}", number, total)
+        end_agent(agent, grace_s)
+    return {
+        "data_dir": str(place.path),
+        "control_plane_pid": holder.pid if holder else None,
+        "agent_pids": [int(agent["pid"]) for agent in agents],
+    }
 
 
 def end_process(pid: int, grace_s: float) -> None:

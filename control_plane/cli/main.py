@@ -54,21 +54,29 @@ def command(parent: typer.Typer, name: str) -> Callable[[F], F]:
 @command(app, "up")
 def up(
     data_dir: DataDirOption = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8080,
-    warm_workers: Annotated[int, typer.Option(min=0, max=64, help="Forked workers kept ready for starts.")] = 1,
+    host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one [8080].")
+    ] = None,
+    warm_workers: Annotated[
+        int | None, typer.Option(min=0, max=64, help="Forked workers kept ready for starts [1].")
+    ] = None,
     orphan_s: Annotated[
-        float, typer.Option("--orphan", min=1, help="Seconds that replicas live on without a control plane.")
-    ] = 120.0,
+        float | None, typer.Option("--orphan", min=1, help="Seconds replicas live on without a control plane [120].")
+    ] = None,
+    drain_s: Annotated[
+        float | None, typer.Option("--drain", min=0, help="Seconds that running requests get at the end [20].")
+    ] = None,
     allow: Annotated[
         list[str] | None, typer.Option(help="Pattern of model URIs that may be deployed; repeat for more [all].")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run the service on this machine until Ctrl-C (drains; a second Ctrl-C is immediate)."""
-    from control_plane.cli.up import run_service
+    from control_plane.cli.up import Said, run_service
 
-    run_service(data_dir, host, port, warm_workers, orphan_s, tuple(allow or ()), as_json)
+    said = Said(host, port, warm_workers, orphan_s, drain_s, tuple(allow) if allow else None)
+    run_service(data_dir, said, as_json)
 
 
 @command(app, "down")

@@ -6,15 +6,18 @@ The agents it starts are processes of their own that outlive it: a new `stoker u
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import json
 import logging
+import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from control_plane.cli.data_dir import DataDir, HeldLock
 from control_plane.cli.failure import CommandError
-from control_plane.cli.output import print_json
 
 if TYPE_CHECKING:
     from control_plane.settings import Settings
@@ -22,26 +25,44 @@ if TYPE_CHECKING:
 CANNOT_LISTEN: Final = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES)
 
 
-def run_service(
-    data_dir: Path | None,
-    host: str,
-    port: int,
-    warm_workers: int,
-    orphan_s: float,
-    allow: tuple[str, ...],
-    as_json: bool,
-) -> None:
+def run_service(data_dir: Path | None, said: Said, as_json: bool) -> None:
     place = DataDir.at(data_dir)
-    with place.hold(f"http://{host}:{port}") as lock:
-        from control_plane.settings import HttpSettings, ModelSettings, Settings, SlotSettings
-
-        settings = Settings(
-            data_dir=place.path,
-            http=HttpSettings(host=host, port=port),
-            slot=SlotSettings(warm_workers=warm_workers, orphan_s=orphan_s),
-            models=ModelSettings(allowed=allow) if allow else ModelSettings(),
-        )
+    settings = settings_of(place.path, said)
+    with place.hold(f"http://{settings.http.host}:{settings.http.port}") as lock:
         serve_until_ended(settings, place, lock, as_json)
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What the command line says; None leaves it to the environment, then to the default."""
+
+    host: str | None = None
+    port: int | None = None
+    warm_workers: int | None = None
+    orphan_s: float | None = None
+    drain_s: float | None = None
+    allow: tuple[str, ...] | None = None
+
+
+def settings_of(data_dir: Path, said: Said) -> Settings:
+    from control_plane.environment import BadVariable, apply_environment
+    from control_plane.settings import Settings
+
+    try:
+        settings = apply_environment(Settings(data_dir=data_dir), os.environ)
+    except BadVariable as error:
+        raise CommandError(str(error), "correct the environment variable, or unset it", code="bad_setting") from error
+    given: dict[str, dict[str, object]] = {
+        "http": {"host": said.host, "port": said.port, "shutdown_drain_s": said.drain_s},
+        "slot": {"warm_workers": said.warm_workers, "orphan_s": said.orphan_s},
+        "models": {"allowed": said.allow},
+    }
+    for group, fields in given.items():
+        said_fields = {name: value for name, value in fields.items() if value is not None}
+        settings = dataclasses.replace(
+            settings, **{group: dataclasses.replace(getattr(settings, group), **said_fields)}
+        )
+    return settings
 
 
 def serve_until_ended(settings: Settings, place: DataDir, lock: HeldLock, as_json: bool) -> None:
@@ -62,7 +83,7 @@ def serve_until_ended(settings: Settings, place: DataDir, lock: HeldLock, as_jso
             "pid": lock.pid,
         }
         if as_json:
-            print_json(told)
+            print(json.dumps(told))
         else:
             print(f"Stoker listens on {url}")
             print(f"  data directory  {place.path}")
