@@ -1,1 +1,17 @@
 """HTTP handlers over the stores: functions, keys, usage and costs, and the middleware that maps errors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from control_plane.api import functions, keys, organization
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+    from control_plane.context import AppContext
+
+
+def routes(context: AppContext) -> list[web.RouteDef]:
+    """Every route of this package."""
+    return [*functions.routes(context), *keys.routes(context), *organization.routes(context)]
