@@ -8,6 +8,7 @@
     ├── FormatError            truncated, foreign or contradictory bytes
     │   └── UnsupportedArchitecture
     ├── IntegrityError         bytes differ from what their digest promises
+    ├── PreparationLost        the process that prepared it was killed
     ├── OutOfSpace             disk, tmpfs or the pool's budget
     ├── TemplateError          a chat template that does not compile or refuses its messages
     └── StoreError             object store
@@ -57,6 +58,11 @@ class IntegrityError(LoaderError):
     code = "model_integrity_failed"
 
 
+class PreparationLost(LoaderError):
+    code = "model_preparation_lost"
+    retry = True
+
+
 class OutOfSpace(LoaderError):
     code = "out_of_space"
     retry = True
@@ -80,7 +86,7 @@ _KINDS: dict[str, type[LoaderError]] = {
     kind.code: kind
     for kind in (
         LoaderError, SourceError, SourceMissing, SourceRefused, SourceUnavailable, FormatError,
-        UnsupportedArchitecture, IntegrityError, OutOfSpace, TemplateError, StoreError, MissingObject,
+        UnsupportedArchitecture, IntegrityError, PreparationLost, OutOfSpace, TemplateError, StoreError, MissingObject,
     )
 }  # fmt: skip
 

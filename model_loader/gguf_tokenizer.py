@@ -199,7 +199,13 @@ def _post_processor(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str,
 
 
 def _document(
-    *, added: list[dict[str, Any]], normalizer: Any, pre_tokenizer: Any, post_processor: Any, decoder: Any, model: Any
+    *,
+    added: list[dict[str, Any]],
+    normalizer: Any,
+    pre_tokenizer: Any,
+    post_processor: Any,
+    decoder: Any,
+    model: Any,
 ) -> dict[str, Any]:
     return {
         "version": "1.0",

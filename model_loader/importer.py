@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from model_loader.description import Description
 from model_loader.directory_checkpoint import describe_directory
 from model_loader.errors import FormatError, LoaderError, SourceUnavailable, from_os_error
 from model_loader.gguf_checkpoint import describe_gguf
+from model_loader.locks import locked
 from model_loader.manifest import (
     MANIFEST_NAME,
     TOKENIZER_NAME,
@@ -54,7 +54,7 @@ def import_model(
     record_path = models_dir / "imports" / f"{hashlib.sha256(uri.encode()).hexdigest()[:32]}.json"
     try:
         record_path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(record_path.with_suffix(".lock")):
+        with locked(record_path.with_suffix(".lock")):
             known = _recorded(record_path, uri, models_dir)
             if known is not None:
                 return known
@@ -170,16 +170,6 @@ def _recorded(record_path: Path, uri: str, models_dir: Path) -> Manifest | None:
         return manifest if all(path.exists() for path in texts) else None
     except (OSError, ValueError, KeyError, TypeError, FormatError, LoaderError):
         return None
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
 
 
 def main(arguments: list[str] | None = None) -> int:

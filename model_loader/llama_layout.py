@@ -9,9 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final
 
+from model_loader.block_types import count_values
 from model_loader.errors import FormatError
 from model_loader.manifest import ModelConfig, TensorEntry
+
+RECIPE_VERSION: Final = 1
+"""Changes whenever the same checkpoint would give other bytes; prepared forms of another version are not used."""
+ITEM_BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes per value of the dtypes a checkpoint can be prepared in."""
+_ALIGNMENT_BYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,17 @@ def engine_tensors(config: ModelConfig) -> tuple[EngineTensor, ...]:
     if not config.tie_word_embeddings:
         tensors.append(EngineTensor("lm_head", (Part("lm_head.weight", (config.vocab_size, hidden)),)))
     return tuple(tensors)
+
+
+def recipe_name(dtype: str) -> str:
+    return f"llama-{RECIPE_VERSION}/{dtype}"
+
+
+def prepared_bytes(config: ModelConfig, dtype: str) -> int:
+    """At most how large the prepared form will be, alignment and table included."""
+    tensors = engine_tensors(config)
+    values = sum(count_values(tensor.shape) for tensor in tensors)
+    return values * ITEM_BYTES[dtype] + len(tensors) * (_ALIGNMENT_BYTES + 256) + 2 * _ALIGNMENT_BYTES
 
 
 def expected_tensors(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:

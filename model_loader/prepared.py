@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import google_crc32c
 
 from model_loader.errors import FormatError, IntegrityError, SourceMissing, from_os_error
+from model_loader.llama_layout import ITEM_BYTES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,7 +37,8 @@ _PREAMBLE: Final = struct.Struct("<8sIIQQQ32s8s")
 _PAGE_BYTES: Final = 4096
 _LARGE_BYTES: Final = 64 * 1024
 _MAX_TABLE_BYTES: Final = 64 * 1024 * 1024
-ITEM_BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
+_VERIFY_BYTES: Final = 4 * 1024 * 1024
+"""Digested at a time: the checksum holds the interpreter's lock, others get it in between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +269,10 @@ class PreparedFile:
         import numpy as np
 
         for name, entry in self._tensors.items():
-            found = crc32c(np.frombuffer(self._mapping, np.uint8, entry.nbytes, entry.offset))
+            found = 0
+            for start in range(0, entry.nbytes, _VERIFY_BYTES):
+                count = min(_VERIFY_BYTES, entry.nbytes - start)
+                found = crc32c(np.frombuffer(self._mapping, np.uint8, count, entry.offset + start), found)
             if found != entry.crc32c:
                 raise IntegrityError(
                     f"{self.path}: tensor {name} has CRC32C {found:08x}, {entry.crc32c:08x} was written; "

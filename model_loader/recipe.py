@@ -28,19 +28,21 @@ from numpy.typing import NDArray
 from model_loader.block_types import BLOCKS, count_bytes, count_values
 from model_loader.dequantise import dequantise
 from model_loader.errors import FormatError, IntegrityError, LoaderError, SourceMissing
-from model_loader.llama_layout import EngineTensor, Part, engine_tensors
+from model_loader.llama_layout import (
+    ITEM_BYTES,
+    RECIPE_VERSION,
+    EngineTensor,
+    Part,
+    engine_tensors,
+    recipe_name,
+)
 from model_loader.manifest import Manifest, TensorEntry
-from model_loader.prepared import ITEM_BYTES, PreparedWriter, TensorPlan, crc32c
+from model_loader.prepared import PreparedWriter, TensorPlan, crc32c
 from model_loader.progress import Progress, Reporter, run_reporting
 
-RECIPE_VERSION: Final = 1
 DTYPES: Final = tuple(ITEM_BYTES)
 _CHUNK_VALUES: Final = 256 * 1024
 """Values per chunk: 1 MiB of float32, which stays in the second-level cache while it is made."""
-
-
-def recipe_name(dtype: str) -> str:
-    return f"llama-{RECIPE_VERSION}/{dtype}"
 
 
 def prepare(

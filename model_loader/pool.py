@@ -1,0 +1,332 @@
+"""The warm pool: prepared checkpoints of one slot, as files in shared memory, kept while the budget allows.
+
+An entry is keyed by checkpoint identity, dtype and recipe; it is prepared once however many ask, held by whoever uses
+it, and evicted least recently used first, never while held. What an earlier agent left is found by `scan` and used only
+after its checksums agree. Limits: one event loop, one pool per directory; a failed preparation is not retried until
+somebody asks again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import re
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from model_loader.errors import FormatError, LoaderError, OutOfSpace, from_os_error
+from model_loader.llama_layout import ITEM_BYTES, prepared_bytes, recipe_name
+from model_loader.manifest import Manifest
+from model_loader.pool_state import EntryState, transition
+from model_loader.prepared import PreparedFile
+from model_loader.progress import Progress
+
+SUFFIX: Final = ".prepared"
+_COMPLETE: Final = re.compile(r"[0-9a-f]{16}\.prepared")
+_HALF_WRITTEN: Final = re.compile(r"\.[0-9a-f]{16}\.prepared\..+\.tmp")
+ProgressCallback = Callable[[Progress], None]
+RunPrepare = Callable[[Path, str, Path, ProgressCallback], Awaitable[None]]
+"""(manifest path, dtype, out path, progress): writes the prepared form, atomically, or raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLease:
+    path: Path
+    key: str
+    tier: str
+    """pool: it was there; disk: it was prepared for this lease."""
+    seconds: float
+    """What the caller waited."""
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolEntryInfo:
+    key: str
+    identity: str
+    dtype: str
+    state: EntryState
+    nbytes: int
+    holders: tuple[str, ...]
+    last_used_us: int
+    error: str
+
+
+@dataclass(slots=True)
+class _Entry:
+    key: str
+    identity: str
+    dtype: str
+    path: Path
+    state: EntryState = EntryState.ABSENT
+    nbytes: int = 0
+    """Of the file; while it is loading, what is reserved for it."""
+    inode: int = 0
+    holders: set[str] = field(default_factory=set)
+    last_used_us: int = 0
+    error: str = ""
+    work: asyncio.Task[None] | None = None
+    listeners: list[ProgressCallback] = field(default_factory=list)
+
+    def become(self, state: EntryState) -> None:
+        self.state = transition(self.state, state)
+
+
+def pool_key(identity: str, dtype: str) -> str:
+    digest = hashlib.sha256()
+    for part in (identity, dtype, recipe_name(dtype)):
+        digest.update(len(part).to_bytes(4, "big") + part.encode())
+    return digest.hexdigest()[:16]
+
+
+class WarmPool:
+    def __init__(self, directory: Path, budget_bytes: int, run_prepare: RunPrepare) -> None:
+        self.directory = directory
+        self.budget_bytes = budget_bytes
+        self._run_prepare = run_prepare
+        self._entries: dict[str, _Entry] = {}
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise from_os_error(error, str(directory)) from error
+
+    @property
+    def used_bytes(self) -> int:
+        """What the entries take, what is reserved for those that load included."""
+        return sum(entry.nbytes for entry in self._entries.values())
+
+    def entries(self) -> list[PoolEntryInfo]:
+        return [
+            PoolEntryInfo(
+                e.key,
+                e.identity,
+                e.dtype,
+                e.state,
+                e.nbytes,
+                tuple(sorted(e.holders)),
+                e.last_used_us,
+                e.error,
+            )
+            for e in self._entries.values()
+        ]
+
+    async def acquire(
+        self, manifest_path: Path, dtype: str, holder: str, on_progress: ProgressCallback | None = None
+    ) -> PoolLease:
+        """The prepared form, held for `holder` until `release`. Raises what the preparation raised; then nothing is
+        held."""
+        started_ns = time.monotonic_ns()
+        if dtype not in ITEM_BYTES:
+            raise FormatError(f"dtype {dtype!r} is not known; choose {', '.join(ITEM_BYTES)}")
+        manifest = await asyncio.to_thread(Manifest.load, manifest_path)
+        entry = self._entry(manifest.identity, dtype)
+        entry.holders.add(holder)
+        if on_progress is not None:
+            entry.listeners.append(on_progress)
+        try:
+            tier = "pool" if await self._is_ready(entry) else "disk"
+            if tier == "disk":
+                await self._load(entry, manifest, dtype, manifest_path)
+        except BaseException:
+            self._drop_holder(entry, holder)
+            raise
+        finally:
+            if on_progress is not None:
+                entry.listeners.remove(on_progress)
+        entry.last_used_us = time.time_ns() // 1000
+        seconds = (time.monotonic_ns() - started_ns) / 1e9
+        return PoolLease(entry.path, entry.key, tier, seconds, entry.nbytes)
+
+    def release(self, holder: str) -> None:
+        """`holder` uses nothing any more."""
+        now_us = time.time_ns() // 1000
+        for entry in list(self._entries.values()):
+            if holder in entry.holders:
+                entry.last_used_us = now_us
+                self._drop_holder(entry, holder)
+
+    def hold(self, key: str, holder: str) -> bool:
+        """Marks an entry as used by a replica that outlived an earlier agent; False if there is none."""
+        entry = self._entries.get(key)
+        if entry is None or entry.state is not EntryState.READY:
+            return False
+        entry.holders.add(holder)
+        return True
+
+    async def scan(self) -> list[PoolEntryInfo]:
+        """Takes over what an earlier agent left: complete files whose checksums agree. Those that do not, and
+        half-written ones, are removed; files of other names are not the pool's and stay."""
+        found = await asyncio.to_thread(lambda: sorted(self.directory.iterdir()))
+        for path in found:
+            if _HALF_WRITTEN.fullmatch(path.name) and not self._is_being_written(path):
+                _remove(path)
+            if not _COMPLETE.fullmatch(path.name) or path.stem in self._entries:
+                continue
+            entry = _Entry(path.stem, "", "", path)
+            self._entries[entry.key] = entry
+            entry.become(EntryState.LOADING)
+            entry.work = asyncio.create_task(self._adopt(entry))
+            try:
+                await entry.work
+            except LoaderError:
+                continue
+            finally:
+                entry.work = None
+        return self.entries()
+
+    async def evict(self, key: str) -> bool:
+        """Removes an entry nobody holds; False if there is none such."""
+        entry = self._entries.get(key)
+        if entry is None or entry.holders or entry.state is not EntryState.READY:
+            return False
+        await self._remove(entry, EntryState.EVICTING)
+        return True
+
+    async def close(self) -> None:
+        """Stops preparations. The files stay for the next agent."""
+        tasks = [entry.work for entry in self._entries.values() if entry.work is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- one entry ----------------------------------------------------------------------------------------------
+
+    def _entry(self, identity: str, dtype: str) -> _Entry:
+        key = pool_key(identity, dtype)
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = _Entry(key, identity, dtype, self.directory / f"{key}{SUFFIX}")
+            self._entries[key] = entry
+        return entry
+
+    async def _is_ready(self, entry: _Entry) -> bool:
+        """Whether it can be used now. A file that vanished or was replaced under the pool is not trusted."""
+        if entry.state is EntryState.LOADING and not entry.identity and entry.work is not None:
+            await asyncio.wait([entry.work])
+        if entry.state is not EntryState.READY:
+            return False
+        try:
+            found = entry.path.stat()
+        except OSError:
+            found = None
+        if found is not None and (found.st_size, found.st_ino) == (entry.nbytes, entry.inode):
+            return True
+        entry.error = "its file was removed or replaced by somebody else"
+        await self._remove(entry, EntryState.QUARANTINED)
+        return False
+
+    async def _load(self, entry: _Entry, manifest: Manifest, dtype: str, manifest_path: Path) -> None:
+        """Joins the preparation under way, or begins one. It goes on even if whoever asked is cancelled."""
+        while entry.state in (EntryState.EVICTING, EntryState.QUARANTINED) and entry.work is not None:
+            await asyncio.wait([entry.work])
+        if entry.work is None:
+            entry.identity, entry.dtype, entry.error = manifest.identity, dtype, ""
+            entry.become(EntryState.LOADING)
+            entry.work = asyncio.create_task(self._prepare(entry, manifest, manifest_path))
+            entry.work.add_done_callback(_note_outcome)
+        await asyncio.shield(entry.work)
+
+    async def _prepare(self, entry: _Entry, manifest: Manifest, manifest_path: Path) -> None:
+        try:
+            await self._make_room(entry, prepared_bytes(manifest.config, entry.dtype))
+            await self._run_prepare(manifest_path, entry.dtype, entry.path, lambda p: self._tell(entry, p))
+            await self._accept(entry, verify=False)
+        except BaseException as error:
+            await self._give_up(entry, error)
+            raise
+        finally:
+            entry.work = None
+
+    async def _adopt(self, entry: _Entry) -> None:
+        try:
+            entry.nbytes = (await asyncio.to_thread(entry.path.stat)).st_size
+            await self._accept(entry, verify=True)
+        except (LoaderError, OSError) as error:
+            await self._give_up(entry, error)
+
+    async def _accept(self, entry: _Entry, *, verify: bool) -> None:
+        """The file under the final name becomes the entry, if it is what the key promises."""
+        prepared = await asyncio.to_thread(PreparedFile.open, entry.path, verify)
+        expected = pool_key(prepared.identity, prepared.dtype)
+        if expected != entry.key or prepared.recipe != recipe_name(prepared.dtype):
+            raise FormatError(
+                f"{entry.path} holds {prepared.identity[:12]} as {prepared.recipe}, not what its name says"
+            )
+        found = entry.path.stat()
+        entry.identity, entry.dtype = prepared.identity, prepared.dtype
+        entry.nbytes, entry.inode = found.st_size, found.st_ino
+        entry.last_used_us = time.time_ns() // 1000
+        entry.become(EntryState.READY)
+
+    async def _give_up(self, entry: _Entry, error: BaseException) -> None:
+        entry.error = str(error) or type(error).__name__
+        entry.become(EntryState.QUARANTINED)
+        entry.nbytes = 0
+        for path in [entry.path, *self.directory.glob(f".{entry.path.name}.*.tmp")]:
+            _remove(path)
+        entry.become(EntryState.ABSENT)
+        self._forget_if_unused(entry)
+
+    async def _remove(self, entry: _Entry, by_way_of: EntryState) -> None:
+        entry.become(by_way_of)
+        entry.work = asyncio.create_task(asyncio.to_thread(_remove, entry.path))
+        try:
+            await asyncio.shield(entry.work)
+        finally:
+            entry.work = None
+            entry.nbytes = 0
+            entry.become(EntryState.ABSENT)
+            self._forget_if_unused(entry)
+
+    async def _make_room(self, entry: _Entry, needed_bytes: int) -> None:
+        """Reserves the bytes for an entry, evicting what nobody holds, oldest use first."""
+        if needed_bytes > self.budget_bytes:
+            raise OutOfSpace(
+                f"the prepared checkpoint needs {needed_bytes} bytes, the pool may hold {self.budget_bytes}: raise its "
+                "budget"
+            )
+        entry.nbytes = needed_bytes
+        while self.used_bytes > self.budget_bytes or self._free_bytes() < needed_bytes:
+            unheld = [e for e in self._entries.values() if e.state is EntryState.READY and not e.holders]
+            if not unheld:
+                held = sum(e.nbytes for e in self._entries.values() if e is not entry)
+                raise OutOfSpace(
+                    f"the pool cannot take {needed_bytes} bytes: {held} of {self.budget_bytes} are in use by running "
+                    f"replicas and {self._free_bytes()} are free in {self.directory}"
+                )
+            await self._remove(min(unheld, key=lambda e: e.last_used_us), EntryState.EVICTING)
+
+    def _free_bytes(self) -> int:
+        found = os.statvfs(self.directory)
+        return found.f_bavail * found.f_frsize
+
+    def _is_being_written(self, path: Path) -> bool:
+        key = path.name[1:17]
+        return key in self._entries and self._entries[key].state is EntryState.LOADING
+
+    def _tell(self, entry: _Entry, progress: Progress) -> None:
+        for listener in list(entry.listeners):
+            listener(progress)
+
+    def _drop_holder(self, entry: _Entry, holder: str) -> None:
+        entry.holders.discard(holder)
+        self._forget_if_unused(entry)
+
+    def _forget_if_unused(self, entry: _Entry) -> None:
+        """An absent entry is kept while somebody waits for it, and for its error's sake until the next scan."""
+        if entry.state is EntryState.ABSENT and not entry.holders and not entry.error:
+            self._entries.pop(entry.key, None)
+
+
+def _remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+
+
+def _note_outcome(task: asyncio.Task[None]) -> None:
+    """Whoever waits is told; if nobody is left, the outcome is not an unhandled exception."""
+    if not task.cancelled():
+        task.exception()
