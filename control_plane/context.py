@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -51,8 +52,8 @@ class AppContext:
     draining: bool = False
     """No new requests any more: the process is going down."""
     ready: bool = False
-    stop_requested: list[bool] = field(default_factory=list)
-    """Filled by whoever asks for a stop over HTTP; `app.serve` waits on its own event."""
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by a signal or over HTTP: drain and end."""
 
 
 CONTEXT: Final = web.AppKey("context", AppContext)

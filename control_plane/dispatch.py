@@ -17,7 +17,7 @@ from control_plane.commit import RETRY_S, Commits
 from control_plane.decisions import Decisions
 from control_plane.errors import Fenced, ModelUnusable, Saturated, StokerError
 from control_plane.journal import Journal
-from control_plane.lanes import Lane, Seat
+from control_plane.lanes import FunctionKey, Lane, Seat
 from control_plane.live_request import LiveRequest, Lost, Phase
 from control_plane.records import OutcomeError, RequestState
 from control_plane.replica_link import ReplicaLink
@@ -51,36 +51,37 @@ class Dispatcher:
         self._decisions = decisions
         self._queue = queue
         self.requests: dict[str, LiveRequest] = {}
-        self.lanes: dict[tuple[str, str], Lane] = {}
-        self.on_demand: Callable[[str], None] = lambda function: None
+        self.lanes: dict[tuple[FunctionKey, str], Lane] = {}
+        self.on_demand: Callable[[FunctionKey], None] = lambda key: None
         """Told of a function whose demand changed."""
         self.on_seat_lost: Callable[[Seat, str], None] = lambda seat, reason: None
-        self.unusable: Callable[[str, str], str] = lambda function, identity: ""
+        self.unusable: Callable[[FunctionKey, str], str] = lambda key, identity: ""
         """Why no replica of this checkpoint can be had; empty if one can."""
         self._commits = Commits(journal, self._concluded, self._fenced)
         self._timeouts = TimeoutWatch(self._lane_of, self._timed_out)
         self._tasks: set[asyncio.Task[None]] = set()
         self._links: dict[ReplicaLink, Seat] = {}
+        self.on_end: Callable[[LiveRequest, RequestState, float], None] = lambda live, state, total_s: None
+        self._emptied: list[asyncio.Future[None]] = []
         self.closing = False
 
     # --- lanes ---
 
-    def lane(self, function: str, identity: str) -> Lane:
-        key = (function, identity)
-        lane = self.lanes.get(key)
+    def lane(self, key: FunctionKey, identity: str) -> Lane:
+        lane = self.lanes.get((key, identity))
         if lane is None:
-            lane = self.lanes[key] = Lane(function, identity)
+            lane = self.lanes[key, identity] = Lane(key, identity)
         return lane
 
-    def lanes_of(self, function: str) -> list[Lane]:
-        return [lane for lane in self.lanes.values() if lane.function == function]
+    def lanes_of(self, key: FunctionKey) -> list[Lane]:
+        return [lane for lane in self.lanes.values() if lane.key == key]
 
     def _lane_of(self, request: LiveRequest) -> Lane:
-        return self.lane(request.origin.function, request.origin.identity)
+        return self.lane(request.origin.key, request.origin.identity)
 
     def _changed(self, lane: Lane) -> None:
         lane.note_demand()
-        self.on_demand(lane.function)
+        self.on_demand(lane.key)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -89,26 +90,26 @@ class Dispatcher:
 
     # --- coming in ---
 
-    def has_ready(self, function: str, identity: str) -> bool:
-        lane = self.lanes.get((function, identity))
+    def has_ready(self, key: FunctionKey, identity: str) -> bool:
+        lane = self.lanes.get((key, identity))
         return lane is not None and lane.ready
 
-    def check_room(self, function: str, identity: str, nbytes: int) -> None:
+    def check_room(self, key: FunctionKey, identity: str, nbytes: int) -> None:
         """Refuse what would have to wait behind too much; called before a request is accepted."""
-        reason = self.unusable(function, identity)
+        reason = self.unusable(key, identity)
         if reason:
             raise ModelUnusable(reason)
-        lane = self.lane(function, identity)
+        lane = self.lane(key, identity)
         if not lane.waiting and any(seat.has_room for seat in lane.seats.values()):
             return
-        lanes = self.lanes_of(function)
+        lanes = self.lanes_of(key)
         waiting = sum(len(lane.waiting) for lane in lanes)
         if waiting >= self._queue.max_requests:
             raise Saturated(
-                f"{waiting} requests are waiting for {function} already; at most {self._queue.max_requests} may"
+                f"{waiting} requests are waiting for {lane.function} already; at most {self._queue.max_requests} may"
             )
         if sum(lane.waiting_bytes for lane in lanes) + nbytes > self._queue.max_bytes:
-            raise Saturated(f"the requests waiting for {function} hold {self._queue.max_bytes} bytes already")
+            raise Saturated(f"the requests waiting for {lane.function} hold {self._queue.max_bytes} bytes already")
 
     def enter(self, request: LiveRequest, *, front: bool = False) -> None:
         """Own an accepted request that is with no replica."""
@@ -121,7 +122,7 @@ class Dispatcher:
         lane.push(request, front=front)
         self._timeouts.arm(request)
         self.pump(lane)
-        self.on_demand(lane.function)
+        self.on_demand(lane.key)
 
     def pump(self, lane: Lane) -> None:
         """Release as many waiting requests as there are free places."""
@@ -387,7 +388,8 @@ class Dispatcher:
         if request.committing is not None:
             await asyncio.wait([request.committing])
         request.move(Phase.ENDED)
-        self.requests.pop(request.request_id, None)
+        self._forget(request)
+        self.on_end(request, state, (time.monotonic_ns() - request.accept_ns) / 1e9)
         if not written:
             state, error = RequestState.FAILED, _TAKEN_OVER
         elif seat is not None:
@@ -404,7 +406,7 @@ class Dispatcher:
         if request.live:
             request.move(Phase.ENDING)
             request.move(Phase.ENDED)
-        self.requests.pop(request.request_id, None)
+        self._forget(request)
         self._changed(self._lane_of(request))
         request.log.finish(request.end_with(RequestState.FAILED, _TAKEN_OVER))
 
@@ -421,7 +423,7 @@ class Dispatcher:
 
     def seat_ready(self, seat: Seat, held: Iterable[tuple[LiveRequest, int]] = ()) -> None:
         """A replica takes requests now. `held`: requests it runs already, with their epochs, to attach to."""
-        lane = self.lane(seat.function, seat.identity)
+        lane = self.lane(seat.key, seat.identity)
         lane.seats[seat.replica_id] = seat
         self._links[seat.link] = seat
         for request, epoch in held:
@@ -438,10 +440,10 @@ class Dispatcher:
         """No new requests for this replica; what runs there goes on."""
         if seat.accepting:
             seat.accepting = False
-            self._seats_changed(self.lane(seat.function, seat.identity))
+            self._seats_changed(self.lane(seat.key, seat.identity))
 
     def _drop_seat(self, seat: Seat) -> None:
-        lane = self.lane(seat.function, seat.identity)
+        lane = self.lane(seat.key, seat.identity)
         lane.seats.pop(seat.replica_id, None)
         self._seats_changed(lane)
 
@@ -449,6 +451,21 @@ class Dispatcher:
         if lane.seats_changed():
             for request in lane.waiting:
                 self._timeouts.arm(request)
+
+    async def emptied(self) -> None:
+        """Returns when no request is owned any more."""
+        while self.requests:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._emptied.append(waiter)
+            await waiter
+
+    def _forget(self, request: LiveRequest) -> None:
+        self.requests.pop(request.request_id, None)
+        if not self.requests:
+            waiters, self._emptied = self._emptied, []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
 
     async def close(self) -> None:
         """Let go of everything without ending it: requests stay in the journal, replicas go on."""

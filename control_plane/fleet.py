@@ -18,6 +18,7 @@ import msgspec
 from autoscaler.placement import Placement, SlotHome, place_replica
 from control_plane.backends.base import Backend, SlotRefused, SlotUnavailable
 from control_plane.errors import StokerError
+from control_plane.lanes import FunctionKey
 from function_runtime.protocol import (
     EngineOptions,
     ReplicaError,
@@ -82,11 +83,11 @@ class Fleet:
         """Whether every slot's agent is being heard."""
         return all(slot_id in self.slots for slot_id in self._backend.slot_ids)
 
-    def living(self, function: str | None = None) -> list[ReplicaStatus]:
+    def living(self, key: FunctionKey | None = None) -> list[ReplicaStatus]:
         return [
             status
             for status in self.replicas.values()
-            if status.state not in GONE and (function is None or status.function == function)
+            if status.state not in GONE and (key is None or (status.spec.tenant, status.function) == key)
         ]
 
     # --- commands ---

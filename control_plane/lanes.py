@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Final
+from typing import Final, TypeAlias
 
 from autoscaler.placement import Placement, ReplicaHome, place_request
 from control_plane.live_request import LiveRequest
 from control_plane.replica_link import ReplicaLink
+
+FunctionKey: TypeAlias = tuple[str, str]
+"""(tenant, function name): names are unique within a tenant only."""
 
 DEMAND_WINDOW_NS: Final = 15_000_000_000
 GAPS_KEPT: Final = 64
@@ -24,9 +27,9 @@ class Seat:
 
     __slots__ = (
         "accepting",
-        "function",
         "identity",
         "in_flight",
+        "key",
         "link",
         "max_requests",
         "replica_id",
@@ -39,7 +42,7 @@ class Seat:
         self,
         replica_id: str,
         slot_id: str,
-        function: str,
+        key: FunctionKey,
         revision: int,
         identity: str,
         max_requests: int,
@@ -47,7 +50,7 @@ class Seat:
     ) -> None:
         self.replica_id = replica_id
         self.slot_id = slot_id
-        self.function = function
+        self.key = key
         self.revision = revision
         self.identity = identity
         self.max_requests = max(1, max_requests)
@@ -77,8 +80,9 @@ class Seat:
 class Lane:
     """Requests that only replicas with this checkpoint identity may serve."""
 
-    def __init__(self, function: str, identity: str) -> None:
-        self.function = function
+    def __init__(self, key: FunctionKey, identity: str) -> None:
+        self.key = key
+        self.function = key[1]
         self.identity = identity
         self.waiting: deque[LiveRequest] = deque()
         self.waiting_bytes = 0

@@ -97,6 +97,10 @@ class Origin:
     created_us: int
 
     @property
+    def key(self) -> tuple[str, str]:
+        return (self.tenant, self.function)
+
+    @property
     def nbytes(self) -> int:
         """What waiting costs in memory, roughly: eight bytes a token and the record."""
         return 8 * len(self.prompt) + 2048

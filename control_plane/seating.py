@@ -124,7 +124,7 @@ class Seating:
         seat = Seat(
             replica_id=status.replica_id,
             slot_id=self._fleet.slot_of.get(status.replica_id, ""),
-            function=status.function,
+            key=(status.spec.tenant, status.function),
             revision=status.revision,
             identity=status.spec.identity,
             max_requests=welcome.max_requests,
@@ -154,6 +154,11 @@ class Seating:
         status = self._fleet.replicas.get(replica_id)
         if status is not None and status.state is ReplicaState.READY and not self._dispatcher.closing:
             self.replica_changed(status)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -20,6 +20,7 @@ SILENCE_S: Final = 5.0
 """The agent sends something every second; this long without is a dead connection."""
 EVENT_BYTES: Final = 16 * 1024 * 1024
 
+
 class _Fault(msgspec.Struct):
     code: str
     message: str

@@ -75,7 +75,7 @@ async def _generate(request: web.Request, endpoint: Endpoint) -> web.StreamRespo
     maker = await context.prompts.get(servable.manifest_path)
     context_tokens = servable.context_tokens(maker.manifest.context_length)
     prompts = await maker.prompts(parsed, context_tokens)
-    if no_wait and not context.dispatcher.has_ready(servable.function, servable.identity):
+    if no_wait and not context.dispatcher.has_ready(servable.key, servable.identity):
         context.serving.wake(servable)
         raise ModelLoading(
             f"no replica of {servable.function} is ready; one is being started",
@@ -87,8 +87,9 @@ async def _generate(request: web.Request, endpoint: Endpoint) -> web.StreamRespo
         return await _several(request, context, principal, parsed, servable, prompts)
     sampling = maker.sampling(parsed.sampling, len(prompts[0]), context_tokens, secrets.randbits(63))
     echo = maker.text(prompts[0]) if parsed.echo else ""
+    kv_scope = await context.keys.kv_scope(principal.tenant)
     accepted = await _accept_shielded(
-        context, _origin(principal, parsed, servable, prompts[0], sampling, echo), servable, key, body
+        context, _origin(principal, parsed, servable, prompts[0], sampling, echo, kv_scope), servable, key, body
     )
     live, answer = accepted
     headers = {"x-request-id": answer.head.request_id}
@@ -121,6 +122,7 @@ def _origin(
     prompt: tuple[int, ...],
     sampling: Sampling,
     echo: str,
+    kv_scope: str,
 ) -> Origin:
     options = msgspec.structs.replace(parsed.options, echo=echo) if echo else parsed.options
     return Origin(
@@ -135,7 +137,7 @@ def _origin(
         sampling=sampling,
         options=options,
         limits=servable.limits,
-        kv_scope=servable.kv_scope(principal.tenant),
+        kv_scope=kv_scope,
         write_kv=servable.durability != "off",
         durable=servable.durability != "off",
         created_us=time.time_ns() // 1000,
@@ -164,7 +166,7 @@ async def _accept(
     context: AppContext, origin: Origin, servable: Servable, key: str | None, body: bytes
 ) -> tuple[LiveRequest | None, Answer]:
     dispatcher = context.dispatcher
-    dispatcher.check_room(origin.function, origin.identity, origin.nbytes)
+    dispatcher.check_room(origin.key, origin.identity, origin.nbytes)
     detached = key is not None or servable.on_disconnect == "detach"
     new = NewRequest(
         id=origin.request_id,
@@ -253,11 +255,12 @@ async def _several(
     maker = await context.prompts.get(servable.manifest_path)
     context_tokens = servable.context_tokens(maker.manifest.context_length)
     seed = parsed.sampling.seed if parsed.sampling.seed is not None else secrets.randbits(62)
+    kv_scope = await context.keys.kv_scope(principal.tenant)
     origins: list[Origin] = []
     for index, prompt in enumerate(prompts):
         sampling = maker.sampling(parsed.sampling, len(prompt), context_tokens, seed + index)
         echo = maker.text(prompt) if parsed.echo else ""
-        origins.append(_origin(principal, parsed, servable, prompt, sampling, echo))
+        origins.append(_origin(principal, parsed, servable, prompt, sampling, echo, kv_scope))
     lives: list[LiveRequest | None] = []
     answers: list[Answer] = []
     try:

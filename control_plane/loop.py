@@ -1,0 +1,416 @@
+"""The control loop: for each function whose demand, replicas or spec changed, ask `autoscaler.decide` and do so.
+
+Events only mark a function; it is looked at once in the same turn of the event loop, so that however many requests wake
+it, it is woken once. Deciding and acting is one step without a pause, so a decision never acts on an older state.
+Limits: one control plane; a cluster needs the lease of `SlotPool`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Final
+
+from autoscaler.decision import Decision, Observed, Phase, ReplicaView, ScalingSpec
+from autoscaler.scaling import choose_victims, decide, warm_workers
+from control_plane.decisions import Decisions
+from control_plane.dispatch import Dispatcher
+from control_plane.errors import StokerError
+from control_plane.fleet import STARTING, Fleet, new_replica_spec
+from control_plane.functions import Function, FunctionChange, FunctionStore, Revision
+from control_plane.lanes import DEMAND_WINDOW_NS, FunctionKey, Lane
+from control_plane.records import OutcomeError, RequestState
+from control_plane.seating import Seating
+from control_plane.serving import Servable, Serving
+from control_plane.settings import Settings
+from control_plane.spec import resolve_environment
+from control_plane.starts import StartRecord
+from function_runtime.protocol import ReplicaState, ReplicaStatus
+
+logger = logging.getLogger(__name__)
+
+NO_ROOM_AGAIN_S: Final = 1.0
+"""Memory freed by others raises no event here: this often a start that found no room is tried again."""
+WINDOW_S: Final = DEMAND_WINDOW_NS / 1e9
+
+
+class ControlLoop:
+    def __init__(
+        self,
+        settings: Settings,
+        functions: FunctionStore,
+        serving: Serving,
+        dispatcher: Dispatcher,
+        fleet: Fleet,
+        seating: Seating,
+        decisions: Decisions,
+    ) -> None:
+        self._settings = settings
+        self._functions = functions
+        self._serving = serving
+        self._dispatcher = dispatcher
+        self._fleet = fleet
+        self._seating = seating
+        self._decisions = decisions
+        self._dirty: set[FunctionKey] = set()
+        self._due: asyncio.Handle | None = None
+        self._timers: dict[FunctionKey, asyncio.TimerHandle] = {}
+        self._starts: dict[tuple[FunctionKey, int], StartRecord] = {}
+        self._woken_s: dict[FunctionKey, float] = {}
+        self._told: dict[FunctionKey, str] = {}
+        self._warm_target = -1
+        self._since_s: dict[str, tuple[ReplicaState, float]] = {}
+        self._started_s = time.monotonic()
+        self.stopped = False
+        self.on_change: Callable[[FunctionKey], None] = lambda key: None
+        dispatcher.on_demand = self.poke
+        dispatcher.unusable = self._unusable_identity
+        serving.wake = self.wake
+        serving.unusable = self.unusable
+        fleet.on_replica = self._replica_changed
+        fleet.on_slot = self._slot_changed
+        functions.subscribe(self._function_changed)
+
+    # --- events ---
+
+    def poke(self, key: FunctionKey) -> None:
+        self._dirty.add(key)
+        if self._due is None and not self.stopped:
+            self._due = asyncio.get_running_loop().call_soon(self._run)
+
+    def wake(self, servable: Servable) -> None:
+        """Somebody is interested but does not wait: as good as one waiting request, for one start."""
+        self._woken_s[servable.key] = time.monotonic()
+        self._dispatcher.lane(servable.key, servable.identity).touch()
+        self.poke(servable.key)
+
+    def stop(self) -> None:
+        self.stopped = True
+        for timer in self._timers.values():
+            timer.cancel()
+        if self._due is not None:
+            self._due.cancel()
+
+    def _function_changed(self, change: FunctionChange) -> None:
+        self.poke((change.function.tenant, change.function.name))
+        self._set_warm()
+
+    def _slot_changed(self, slot_id: str) -> None:
+        self._seating.slot_changed()
+        for function in self._functions.list():
+            self.poke((function.tenant, function.name))
+        for status in self._fleet.living():
+            self.poke((status.spec.tenant, status.function))
+        state = self._fleet.slots.get(slot_id)
+        if state is not None and state.warm_target != self._warm_target:
+            self._warm_target = -1
+            self._set_warm()
+
+    def _replica_changed(self, status: ReplicaStatus, before: ReplicaStatus | None) -> None:
+        known = self._since_s.get(status.replica_id)
+        if known is not None and known[0] is status.state:
+            return
+        key = (status.spec.tenant, status.function)
+        self._since_s[status.replica_id] = (status.state, time.monotonic())
+        if status.state is ReplicaState.READY:
+            self._start_record(key, status.revision).succeeded()
+            if status.ready_us and status.created_us:
+                self._serving.note_start(status.spec.identity, (status.ready_us - status.created_us) / 1e6)
+        elif status.state is ReplicaState.FAILED and not status.ready_us and status.error is not None:
+            self._start_failed(key, status)
+        self._seating.replica_changed(status)
+        if status.state in (ReplicaState.ENDED, ReplicaState.FAILED):
+            self._since_s.pop(status.replica_id, None)
+        self.poke(key)
+
+    def _start_failed(self, key: FunctionKey, status: ReplicaStatus) -> None:
+        error = status.error
+        if error is None or error.code == "agent_gone":
+            return
+        record, now_s = self._start_record(key, status.revision), time.monotonic()
+        record.failed(error, now_s)
+        self._decisions.record(
+            "start_failed", status.function, status.replica_id, None, f"{error.code}: {error.message}",
+            {"retry": error.retry, "failures": record.failures, "pause_s": round(record.not_before_s - now_s, 3)},
+            tenant=key[0],
+        )  # fmt: skip
+        reason = record.unusable(now_s)
+        if reason:
+            lane = self._dispatcher.lane(key, status.spec.identity)
+            self._dispatcher.fail_waiting(lane, OutcomeError(503, "model_unusable", reason))
+        self._ask_again(key, record.not_before_s)
+
+    def _start_record(self, key: FunctionKey, revision: int) -> StartRecord:
+        return self._starts.setdefault((key, revision), StartRecord())
+
+    def start_error(self, key: FunctionKey, revision: int) -> str:
+        """The last start's error, for people; empty if it went well."""
+        record = self._starts.get((key, revision))
+        return "" if record is None or record.error is None else f"{record.error.code}: {record.error.message}"
+
+    def unusable(self, key: FunctionKey, revision: int) -> str:
+        record = self._starts.get((key, revision))
+        return "" if record is None else record.unusable(time.monotonic())
+
+    def _unusable_identity(self, key: FunctionKey, identity: str) -> str:
+        lane = self._dispatcher.lanes.get((key, identity))
+        if lane is not None and lane.ready:
+            return ""
+        revision = self._serving.with_identity(key, identity)
+        return "" if revision is None else self.unusable(key, revision.revision)
+
+    # --- deciding ---
+
+    def _run(self) -> None:
+        self._due = None
+        dirty, self._dirty = self._dirty, set()
+        for key in dirty:
+            try:
+                self._tick(key)
+            except Exception:
+                logger.exception("event=tick_failed function=%s", key[1])
+            self.on_change(key)
+
+    def _ask_again(self, key: FunctionKey, at_s: float) -> None:
+        timer = self._timers.pop(key, None)
+        if timer is not None:
+            timer.cancel()
+        delay_s = max(at_s - time.monotonic(), 0.0) + 0.001
+        self._timers[key] = asyncio.get_running_loop().call_later(delay_s, self.poke, key)
+
+    def _tick(self, key: FunctionKey) -> None:
+        function = self._functions.find(key[1], key[0])
+        lanes = self._dispatcher.lanes_of(key)
+        living = self._fleet.living(key)
+        if function is None:
+            self._wind_up(key, lanes, living)
+            return
+        target = self._serving.target(function)
+        if target is None:
+            self._without_target(function, lanes)
+            return
+        current = [status for status in living if status.revision == target.revision]
+        old = [status for status in living if status.revision != target.revision]
+        observed = self._observe(key, target, lanes, current, old)
+        scaling = target.spec.scaling
+        spec = ScalingSpec(
+            min_replicas=scaling.min_replicas,
+            max_replicas=scaling.max_replicas,
+            target_concurrency=scaling.target_concurrency,  # type: ignore[arg-type]
+            keep_alive_s=None if scaling.keep_alive == "auto" else float(scaling.keep_alive),
+            scale_in_window_s=WINDOW_S,
+        )
+        now_s = time.monotonic()
+        decision = decide(spec, observed, now_s)
+        if decision.ask_again_s is not None:
+            self._ask_again(key, decision.ask_again_s)
+        have = observed.count(Phase.READY) + observed.count(Phase.STARTING)
+        rolling = any(status.state is ReplicaState.READY for status in old) and have == 0 and decision.desired == 0
+        desired = 1 if rolling else decision.desired
+        if desired > have:
+            self._start(key, target, desired - have, decision)
+        elif desired < have:
+            self._end(key, target, observed, have - desired, decision)
+        self._tell(key, decision, have)
+        self._retire_old(target, current, old)
+        self._tend_orphans(key, target, lanes)
+
+    def _observe(
+        self,
+        key: FunctionKey,
+        target: Revision,
+        lanes: list[Lane],
+        current: list[ReplicaStatus],
+        old: list[ReplicaStatus],
+    ) -> Observed:
+        now_s = time.monotonic()
+        views: list[ReplicaView] = []
+        for status in current:
+            seat = self._seating.seat(status.replica_id)
+            if status.state is ReplicaState.DRAINING or (seat is not None and not seat.accepting):
+                phase = Phase.DRAINING
+            elif status.state in STARTING or seat is None:
+                phase = Phase.STARTING  # ready, but not connected to yet
+            else:
+                phase = Phase.READY
+            in_flight = len(seat.in_flight) if seat is not None else 0
+            since_s = self._since_s.get(status.replica_id, (status.state, now_s))[1]
+            views.append(ReplicaView(status.replica_id, phase, in_flight, since_s))
+        elsewhere = 0
+        for status in old:
+            seat = self._seating.seat(status.replica_id)
+            elsewhere += len(seat.in_flight) if seat is not None else 0
+        woken_s = self._woken_s.get(key)
+        woken = 0
+        if woken_s is not None:
+            if any(view.phase is not Phase.DRAINING for view in views):
+                del self._woken_s[key]
+            else:
+                woken = 1
+        lane = self._dispatcher.lanes.get((key, target.identity or ""))
+        waiting = sum(len(lane.waiting) for lane in lanes) + elsewhere
+        return Observed(
+            waiting=max(waiting, woken),
+            replicas=tuple(views),
+            peak_demand=sum(lane.peak_demand() for lane in lanes),
+            window_covered_s=min(now_s - self._started_s, WINDOW_S),
+            last_activity_s=max((lane.last_activity_s(now_s) for lane in lanes), default=self._started_s),
+            generation=sum(lane.generation for lane in lanes),
+            cold_start_s=self._serving.cold_start_s(target.identity or ""),
+            gaps_s=tuple(lane.gaps_s) if lane is not None else (),
+            complete=self._fleet.in_sight,
+            unusable=self.unusable(key, target.revision),
+        )
+
+    # --- acting ---
+
+    def _start(self, key: FunctionKey, revision: Revision, count: int, decision: Decision | None) -> None:
+        record, now_s = self._start_record(key, revision.revision), time.monotonic()
+        if record.pausing(now_s):
+            self._ask_again(key, record.not_before_s)
+            return
+        for _ in range(count):
+            placement = self._fleet.place(0, revision.identity or "")
+            if placement is None:
+                if self._fleet.slots:
+                    self._ask_again(key, now_s + NO_ROOM_AGAIN_S)
+                return
+            try:
+                environment = resolve_environment(revision.spec, self._settings.data_dir)
+            except StokerError as error:
+                self._refuse(key, revision, error)
+                return
+            spec = new_replica_spec(
+                function=revision.function,
+                revision=revision.revision,
+                tenant=revision.tenant,
+                manifest_path=revision.manifest_path or "",
+                identity=revision.identity or "",
+                options=revision.spec.to_engine_options(),
+                env=environment,
+                kv_store="" if revision.spec.durability == "off" else self._settings.objects_dir.resolve().as_uri(),
+                start_timeout_s=revision.spec.timeouts.cold_start_s,
+            )
+            self._decisions.record(
+                "start", revision.function, spec.replica_id, None,
+                decision.detail if decision is not None else "requests of an older revision wait",
+                {
+                    "slot": placement.choice,
+                    "expected_s": placement.expected_s,
+                    "runner_up": placement.runner_up,
+                    "slots": placement.inputs,
+                    **(decision.inputs if decision is not None else {}),
+                },
+                tenant=key[0],
+            )  # fmt: skip
+            self._fleet.start_replica(placement.choice, spec)
+
+    def _refuse(self, key: FunctionKey, revision: Revision, error: StokerError) -> None:
+        outcome = OutcomeError(503, error.code, error.message)
+        self._dispatcher.fail_waiting(self._dispatcher.lane(key, revision.identity or ""), outcome)
+
+    def _end(self, key: FunctionKey, revision: Revision, observed: Observed, count: int, decision: Decision) -> None:
+        for replica_id in choose_victims(observed.replicas, count):
+            self._drain(replica_id, revision.spec.drain_s, f"{decision.reason}: {decision.detail}")
+            self._decisions.record(
+                "drain", revision.function, replica_id, None, decision.detail, decision.inputs, tenant=key[0]
+            )
+
+    def _drain(self, replica_id: str, grace_s: float, reason: str) -> None:
+        seat = self._seating.seat(replica_id)
+        if seat is not None:
+            if not seat.accepting:
+                return
+            self._dispatcher.seat_closing(seat)
+        self._fleet.end_replica(replica_id, grace_s, reason)
+
+    def end_replica(self, replica_id: str, reason: str) -> bool:
+        """An operator's wish; False if there is no such living replica."""
+        status = next((s for s in self._fleet.living() if s.replica_id == replica_id), None)
+        if status is None:
+            return False
+        revision = self._serving.revision((status.spec.tenant, status.function), status.revision)
+        self._drain(replica_id, revision.spec.drain_s if revision is not None else 0.0, reason)
+        return True
+
+    def _retire_old(self, target: Revision, current: list[ReplicaStatus], old: list[ReplicaStatus]) -> None:
+        """Older revisions go as soon as the new one serves, except where requests can be served by nothing else."""
+        if not old or not any(self._accepts(status) for status in current):
+            return
+        for status in old:
+            key = (status.spec.tenant, status.function)
+            lane = self._dispatcher.lanes.get((key, status.spec.identity))
+            needed = status.spec.identity != target.identity and lane is not None and bool(lane.waiting)
+            if status.state is not ReplicaState.DRAINING and not needed:
+                revision = self._serving.revision(key, status.revision)
+                grace_s = (revision or target).spec.drain_s
+                self._drain(status.replica_id, grace_s, f"revision {target.revision} has taken over")
+
+    def _accepts(self, status: ReplicaStatus) -> bool:
+        seat = self._seating.seat(status.replica_id)
+        return seat is not None and seat.accepting
+
+    def _tend_orphans(self, key: FunctionKey, target: Revision, lanes: list[Lane]) -> None:
+        """Requests of an older checkpoint whose replicas are gone need one of their own."""
+        for lane in lanes:
+            if lane.identity == target.identity or not lane.waiting or not self._fleet.in_sight:
+                continue
+            if any(s.spec.identity == lane.identity and self._may_serve(s) for s in self._fleet.living(key)):
+                continue
+            revision = self._serving.with_identity(key, lane.identity)
+            if revision is None:
+                self._dispatcher.fail_waiting(
+                    lane, OutcomeError(503, "model_unusable", "the revision this request was accepted for is gone")
+                )
+            else:
+                self._start(key, revision, 1, None)
+
+    def _may_serve(self, status: ReplicaStatus) -> bool:
+        return status.state in STARTING or status.state is ReplicaState.READY
+
+    def _without_target(self, function: Function, lanes: list[Lane]) -> None:
+        """Nothing of this function can be started now: what waits learns why, once it is sure."""
+        key = (function.tenant, function.name)
+        reason = self.unusable(key, function.revision)
+        if reason:
+            for lane in lanes:
+                if not lane.ready:
+                    self._dispatcher.fail_waiting(lane, OutcomeError(503, "model_unusable", reason))
+
+    def _wind_up(self, key: FunctionKey, lanes: list[Lane], living: list[ReplicaStatus]) -> None:
+        """The function was deleted."""
+        for lane in lanes:
+            for request in list(lane.waiting):
+                error = OutcomeError(404, "function_deleted", f"the function {key[1]} was deleted")
+                self._dispatcher.fail(request, RequestState.REFUSED, error)
+        for status in living:
+            revision = self._serving.revision(key, status.revision)
+            self._drain(
+                status.replica_id, revision.spec.drain_s if revision is not None else 0.0, "the function was deleted"
+            )
+
+    def _tell(self, key: FunctionKey, decision: Decision, have: int) -> None:
+        """A decision is recorded when it changes something or when its reason is another than before."""
+        told = f"{decision.reason}:{decision.desired}"
+        if self._told.get(key) == told:
+            return
+        self._told[key] = told
+        logger.info(
+            "event=scale function=%s have=%d desired=%d reason=%s detail=%s",
+            key[1], have, decision.desired, decision.reason, decision.detail,
+        )  # fmt: skip
+        self._decisions.record(
+            "scale", key[1], None, None, f"{decision.reason}: {decision.detail}",
+            {**decision.inputs, "have": have, "desired": decision.desired}, tenant=key[0],
+        )  # fmt: skip
+
+    # --- warm workers ---
+
+    def _set_warm(self) -> None:
+        native = sum(function.spec.engine == "native" for function in self._functions.list())
+        wanted = warm_workers(native, self._settings.slot.warm_workers)
+        if wanted != self._warm_target and self._fleet.slots:
+            self._warm_target = wanted
+            self._fleet.spawn(self._fleet.warm(wanted))

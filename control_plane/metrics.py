@@ -1,0 +1,133 @@
+"""Numbers for Prometheus: counted as plain integers on the hot path, named and rendered only when somebody asks.
+
+Counters and histograms are of this process; gauges are read from the live objects at the moment of asking. The names of
+request metrics follow vLLM's where it has one. Limits: labels are function and outcome, never tenant, key or request.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from control_plane.live_request import LiveRequest
+from control_plane.records import RequestState
+
+if TYPE_CHECKING:
+    from control_plane.context import AppContext
+
+SECONDS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class Histogram:
+    __slots__ = ("counts", "total")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(SECONDS) + 1)
+        self.total = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(SECONDS, seconds)] += 1
+        self.total += seconds
+
+    def buckets(self) -> list[tuple[str, float]]:
+        found: list[tuple[str, float]] = []
+        running = 0
+        for bound, count in zip((*map(str, SECONDS), "+Inf"), self.counts, strict=True):
+            running += count
+            found.append((bound, float(running)))
+        return found
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.ended: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self.prompt_tokens: defaultdict[str, int] = defaultdict(int)
+        self.cached_tokens: defaultdict[str, int] = defaultdict(int)
+        self.generation_tokens: defaultdict[str, int] = defaultdict(int)
+        self.lost_attempts: defaultdict[str, int] = defaultdict(int)
+        self.duration_s: defaultdict[str, Histogram] = defaultdict(Histogram)
+        self.queue_s: defaultdict[str, Histogram] = defaultdict(Histogram)
+        self.first_token_s: defaultdict[str, Histogram] = defaultdict(Histogram)
+
+    def request_ended(self, live: LiveRequest, state: RequestState, total_s: float) -> None:
+        function, stages = live.origin.function, live.stages
+        self.ended[function, state.value] += 1
+        self.prompt_tokens[function] += len(live.origin.prompt)
+        self.cached_tokens[function] += live.cached_tokens
+        self.generation_tokens[function] += live.log.last_seq
+        self.lost_attempts[function] += max(live.epoch - 1, 0)
+        self.duration_s[function].observe(total_s)
+        waited_us = stages.queue_us + stages.cold_start_us
+        self.queue_s[function].observe(waited_us / 1e6)
+        if live.log.last_seq:
+            self.first_token_s[function].observe((waited_us + stages.prefill_us) / 1e6)
+
+    def render(self, context: AppContext) -> bytes:
+        from prometheus_client import CollectorRegistry, generate_latest
+
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Collector(self, context))
+        return generate_latest(registry)
+
+
+class _Collector:
+    def __init__(self, metrics: Metrics, context: AppContext) -> None:
+        self._metrics = metrics
+        self._context = context
+
+    def describe(self) -> list[Any]:
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+        metrics, context = self._metrics, self._context
+        ended = CounterMetricFamily(
+            "stoker_requests", "Requests that ended, by outcome", labels=["function", "outcome"]
+        )
+        for (function, state), count in metrics.ended.items():
+            ended.add_metric([function, state], count)
+        yield ended
+        for name, text, values in (
+            ("stoker_prompt_tokens", "Prompt tokens of ended requests", metrics.prompt_tokens),
+            ("stoker_prompt_tokens_cached", "Prompt tokens whose KV was not computed", metrics.cached_tokens),
+            ("stoker_generation_tokens", "Tokens generated for ended requests", metrics.generation_tokens),
+            ("stoker_lost_attempts", "Attempts that ended without an outcome", metrics.lost_attempts),
+        ):
+            family = CounterMetricFamily(name, text, labels=["function"])
+            for function, count in values.items():
+                family.add_metric([function], count)
+            yield family
+        for name, text, histograms in (
+            ("stoker_request_duration_seconds", "From acceptance to the end", metrics.duration_s),
+            ("stoker_request_wait_seconds", "Waiting for a replica", metrics.queue_s),
+            ("stoker_time_to_first_token_seconds", "From acceptance to the first token", metrics.first_token_s),
+        ):
+            histogram = HistogramMetricFamily(name, text, labels=["function"])
+            for function, observed in histograms.items():
+                histogram.add_metric([function], observed.buckets(), observed.total)
+            yield histogram
+        waiting = GaugeMetricFamily("stoker_requests_waiting", "Requests with no replica", labels=["function"])
+        running = GaugeMetricFamily("stoker_requests_running", "Requests with a replica", labels=["function"])
+        for function in {lane.function for lane in context.dispatcher.lanes.values()}:
+            lanes = [lane for lane in context.dispatcher.lanes.values() if lane.function == function]
+            waiting.add_metric([function], sum(len(lane.waiting) for lane in lanes))
+            running.add_metric([function], sum(lane.in_flight for lane in lanes))
+        yield waiting
+        yield running
+        replicas = GaugeMetricFamily("stoker_replicas", "Living replicas, by state", labels=["function", "state"])
+        counts: defaultdict[tuple[str, str], int] = defaultdict(int)
+        for status in context.fleet.living():
+            counts[status.function, status.state.value] += 1
+        for (function, state), count in counts.items():
+            replicas.add_metric([function, state], count)
+        yield replicas
+        workers = GaugeMetricFamily("stoker_warm_workers", "Forked workers that wait", labels=["slot"])
+        for slot_id, slot in context.fleet.slots.items():
+            workers.add_metric([slot_id], slot.warm_workers)
+        yield workers
+        stats = context.db.stats
+        yield CounterMetricFamily("stoker_journal_commits", "Commits of the database", value=stats.commits)
+        yield CounterMetricFamily("stoker_journal_writes", "Writes in those commits", value=stats.writes)

@@ -1,0 +1,84 @@
+"""What a gateway does now and then: renew its lease, report replicas to the ledger, drop what retention lets go.
+
+Each task has its own pause and survives faults of the storage. Limits: small batches, so that none is ever in the way
+of a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from control_plane.context import AppContext
+from control_plane.errors import StokerError
+
+logger = logging.getLogger(__name__)
+
+REPORT_S: Final = 15.0
+"""How stale the ledger's view of a living replica may be."""
+BATCHES: Final = 100
+"""Most batches of one sweep."""
+MORE_S: Final = 0.2
+"""Pause between two batches of a sweep that found a full one."""
+
+
+class Upkeep:
+    def __init__(self, context: AppContext) -> None:
+        self._context = context
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        settings = self._context.settings
+        for name, pause_s, work in (
+            ("lease", settings.gateway.renew_s, self._context.journal.heartbeat),
+            ("report", REPORT_S, self._report),
+            ("sweep", settings.retention.sweep_s, self._sweep),
+        ):
+            self._tasks.append(asyncio.get_running_loop().create_task(self._every(name, pause_s, work)))
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _every(self, name: str, pause_s: float, work: Callable[[], Awaitable[object]]) -> None:
+        while True:
+            await asyncio.sleep(pause_s)
+            try:
+                await work()
+            except StokerError as error:
+                logger.warning("event=upkeep_refused task=%s error=%s", name, error)
+            except Exception:
+                logger.exception("event=upkeep_failed task=%s", name)
+
+    async def _report(self) -> None:
+        for status in self._context.fleet.living():
+            await self._context.ledger.report_replica(status)
+
+    async def _sweep(self) -> None:
+        context = self._context
+        for _ in range(BATCHES):
+            if await context.journal.sweep() == 0:
+                break
+            await asyncio.sleep(MORE_S)
+        await context.decisions.sweep(context.settings.retention.decision_s)
+        await self._sweep_kv()
+
+    async def _sweep_kv(self) -> None:
+        from model_loader.objects import open_store
+
+        context = self._context
+        retired = await context.journal.retired_kv()
+        if not retired.rows:
+            return
+        uri = context.settings.objects_dir.resolve().as_uri()
+
+        def delete() -> None:
+            store = open_store(uri)
+            for pack in retired.packs:
+                store.delete(pack)
+
+        await asyncio.to_thread(delete)
+        await context.journal.forget_kv(retired)
