@@ -1,0 +1,1 @@
+"""Attention over paged KV behind one interface: torch for CPUs, Triton kernels for GPUs."""

@@ -1,0 +1,343 @@
+"""The engine: takes requests, and computes one step of all of them at a time.
+
+`submit` and `cancel` between steps; `step` schedules, runs the model once over every row of the step, samples, and says
+what came of it. Everything happens in the caller's thread, in the caller's time. Limits: one checkpoint, one device;
+whoever drives the engine moves its output.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Final
+
+import torch
+from model_loader.tokenizer import Tokenizer
+from torch import Tensor
+
+from function_runtime.engine import sealing
+from function_runtime.engine.accounting import attribute
+from function_runtime.engine.admission import Bounds, admit
+from function_runtime.engine.attention.interface import Attention
+from function_runtime.engine.attention.torch_attention import TorchAttention
+from function_runtime.engine.blocks import BlockPool
+from function_runtime.engine.emission import Emitter
+from function_runtime.engine.errors import EngineError, InvalidWork, NumericError, UnusableModel
+from function_runtime.engine.kv_cache import BLOCK_SIZE, KvCache
+from function_runtime.engine.models.llama import Llama
+from function_runtime.engine.output import (
+    Admitted,
+    EngineStats,
+    KvLayout,
+    RequestEnd,
+    RequestTokens,
+    Restored,
+    SealedRange,
+    StepOutput,
+)
+from function_runtime.engine.request import Choice, Phase, Request
+from function_runtime.engine.resume import Usable, check_restored, usable
+from function_runtime.engine.scheduler import Schedule, Scheduler
+from function_runtime.engine.sizing import kv_blocks
+from function_runtime.engine.step import Drawn, StepRunner
+from function_runtime.engine.weights import map_weights
+from function_runtime.protocol import EngineOptions, TokenEvent, Work
+from model_loader.manifest import ModelConfig
+
+_DTYPE_NAMES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+class Engine:
+    def __init__(
+        self,
+        model: Llama,
+        tokenizer: Tokenizer,
+        eos_token_ids: tuple[int, ...],
+        options: EngineOptions,
+        device: torch.device,
+    ) -> None:
+        config = model.config
+        if options.kv_chunk_tokens % BLOCK_SIZE or options.kv_chunk_tokens <= 0:
+            raise InvalidWork(f"kv_chunk_tokens {options.kv_chunk_tokens} is no multiple of {BLOCK_SIZE}")
+        self.max_context = min(options.max_context_tokens or config.max_position, config.max_position)
+        dtype = model.embed.dtype
+        item_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+        self.kv_layout = KvLayout(
+            config.num_layers, config.num_kv_heads, config.head_dim, _DTYPE_NAMES[dtype], BLOCK_SIZE, item_bytes
+        )
+        blocks = kv_blocks(self.kv_layout, options.kv_bytes, options.max_requests, self.max_context, device)
+        self._options = options
+        self._tokenizer = tokenizer
+        self._cache = KvCache(self.kv_layout, blocks, dtype, device)
+        self._pool = BlockPool(blocks)
+        self._scheduler = Scheduler(self._pool, options.max_requests, options.step_tokens, options.prefix_cache)
+        self._emitter = Emitter(tokenizer, eos_token_ids)
+        self._runner = StepRunner(model, _attention(self._cache, device), self._emitter, device)
+        self._bounds = Bounds(config.vocab_size, self.max_context, blocks)
+        self._requests: dict[str, Request] = {}
+        self._ended: list[RequestEnd] = []
+        """Ends that the next step's output will report."""
+        self._retired: list[tuple[Request, Choice]] = []
+        """Ended choices of live requests; their KV may be exported until the next step."""
+        self._arrivals = 0
+
+    @classmethod
+    def load(
+        cls,
+        prepared_path: Path,
+        config: ModelConfig,
+        tokenizer: Tokenizer,
+        eos_token_ids: tuple[int, ...],
+        options: EngineOptions,
+    ) -> Engine:
+        """Maps a prepared checkpoint and builds an engine on it. Sets torch's number of threads in this process."""
+        device = torch.device(options.device)
+        if device.type not in ("cpu", "cuda"):
+            raise UnusableModel(f"device {options.device!r} is not computed on here (known: cpu, cuda)")
+        threads = options.threads or len(os.sched_getaffinity(0))
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        return cls(Llama(config, map_weights(prepared_path, device)), tokenizer, eos_token_ids, options, device)
+
+    # --- between steps --------------------------------------------------------------------------------------------
+
+    def submit(self, work: Work, restored: Restored | None = None) -> Admitted:
+        """Takes a request on; it is computed from the next step on. Raises `EngineError` where it cannot be served."""
+        if work.request_id in self._requests:
+            raise InvalidWork(f"request {work.request_id} is here already: cancel it first")
+        request = admit(work, self._arrivals, self._bounds, self._tokenizer)
+        stored = Usable(0, 0)
+        if restored is not None:
+            starts = [
+                length - sum(t.shape[2] for t in tensors)
+                for length, tensors in zip(restored.lengths, restored.tensors, strict=True)
+            ]
+            check_restored(request, restored.lengths, starts)
+            stored = usable(request, restored.lengths)
+            request.restored = restored if stored.prompt else None
+        self._arrivals += 1
+        for choice in request.choices:
+            sealing.begin(request, choice, self._options.kv_chunk_tokens, stored.prompt + stored.steps)
+        if request.ended:
+            self._ended.append(RequestEnd(work.request_id, work.epoch, request.seq, cancelled=False))
+        else:
+            self._requests[work.request_id] = request
+            self._scheduler.add(request)
+        return _admitted(request, stored)
+
+    def cancel(self, request_id: str) -> bool:
+        """Ends a request; its blocks are free on return, and the next step's output reports its end."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._drop(request, self._ended, cancelled=True)
+        return True
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests or self._ended)
+
+    @property
+    def stats(self) -> EngineStats:
+        scheduler = self._scheduler
+        return EngineStats(
+            len(scheduler.running), len(scheduler.waiting), self._pool.used, self._pool.total, scheduler.preemptions
+        )
+
+    def export_kv(self, request_id: str, choice: int, start: int, end: int) -> Tensor:
+        """A copy of computed positions `[start, end)`: `[layers, 2, tokens, kv_heads, head_dim]`, on the CPU."""
+        request = self._requests.get(request_id)
+        if request is None:
+            raise InvalidWork(f"request {request_id} is not here")
+        holder = request.choices[choice]
+        if not holder.blocks and end <= len(request.prompt):
+            holder = next((c for c in request.choices if c.blocks), holder)
+        if not 0 <= start < end <= holder.computed or not holder.blocks:
+            raise InvalidWork(f"positions {start} to {end} of choice {choice} of {request_id} are not computed")
+        return self._cache.read(holder.blocks, start, end)
+
+    def kv_tails(self, request_id: str) -> tuple[SealedRange, ...]:
+        """Computed positions of a running request that no chunk covers yet; to be exported before the next step."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return ()
+        held = [choice for choice in request.choices if choice.blocks]
+        return tuple(sealed for choice in held for sealed in sealing.tail(request, choice))
+
+    # --- a step ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> StepOutput:
+        begin_ns = time.monotonic_ns()
+        ended, self._ended = self._ended, []
+        self._release_retired()
+        if not self._requests:
+            return StepOutput(finished=tuple(ended))
+        with torch.inference_mode():
+            schedule = self._scheduler.schedule()
+            for request in schedule.admitted:
+                self._write_restored(request)
+            self._cache.copy(schedule.copies)
+            drawn = self._runner.run(schedule) if schedule.decodes or schedule.chunks else []
+        output = self._settle(schedule, drawn, ended)
+        prefill = {chunk.request.request_id: chunk.end - chunk.start for chunk in schedule.chunks}
+        decode = {request.request_id: len(choices) for request, choices in schedule.decodes}
+        if not prefill and not decode:
+            return output
+        busy_us = (time.monotonic_ns() - begin_ns) // 1000
+        return StepOutput(
+            output.tokens, output.finished, output.failed, output.sealed, attribute(busy_us, prefill, decode), busy_us
+        )
+
+    def _settle(self, schedule: Schedule, drawn: list[Drawn], ended: list[RequestEnd]) -> StepOutput:
+        """Takes over what was computed and drawn, and says so."""
+        failed = {id(d.request): d.request for d in drawn if d.sampled is None}
+        for _, choices in schedule.decodes:
+            for choice in choices:
+                choice.computed += 1
+        for chunk in schedule.chunks:
+            chunk.request.choices[0].computed = chunk.end
+            chunk.request.chunk_done(chunk.end)
+        events: dict[str, list[TokenEvent]] = {}
+        drawn.sort(key=lambda d: (d.request.arrival, d.choice.index))
+        for d in drawn:
+            if d.sampled is not None and id(d.request) not in failed:
+                events.setdefault(d.request.request_id, []).append(self._emitter.emit(d.request, d.choice, d.sampled))
+        errors = tuple(self._fail(request) for request in failed.values())
+        sealed: list[SealedRange] = []
+        for chunk in schedule.chunks:
+            if id(chunk.request) not in failed:
+                sealed += self._after_chunk(chunk.request)
+        for request, choices in schedule.decodes:
+            if id(request) not in failed:
+                for choice in choices:
+                    sealed += self._after_row(request, choice)
+        tokens = tuple(self._tell(self._requests[name], batch) for name, batch in events.items())
+        for name in events:
+            request = self._requests[name]
+            if request.ended:
+                self._drop(request, ended, cancelled=False)
+        live = tuple(s for s in sealed if s.request_id in self._requests)
+        return StepOutput(tokens, tuple(ended), errors, live)
+
+    def _tell(self, request: Request, events: list[TokenEvent]) -> RequestTokens:
+        first_seq = request.seq + 1
+        request.seq += len(events)
+        ends = () if request.told_schedule else tuple(request.schedule)
+        request.told_schedule = True
+        cached = min(request.cached_tokens, len(request.prompt))
+        return RequestTokens(request.request_id, request.work.epoch, first_seq, tuple(events), cached, ends)
+
+    def _after_chunk(self, request: Request) -> list[SealedRange]:
+        first = request.choices[0]
+        self._publish(request, first)
+        sealed = sealing.complete(request, first, self._options.kv_chunk_tokens) if request.work.write_kv else []
+        if first.computed == len(request.prompt):
+            if request.work.write_kv:
+                sealed += sealing.tail(request, first)
+            participants = request.participants()
+            self._scheduler.fork(request, participants)
+            if first not in participants and not request.ended:
+                self._retired.append((request, first))
+        return sealed
+
+    def _after_row(self, request: Request, choice: Choice) -> list[SealedRange]:
+        self._publish(request, choice)
+        sealed: list[SealedRange] = []
+        if request.work.write_kv:
+            sealed = sealing.complete(request, choice, self._options.kv_chunk_tokens)
+        if not request.takes_part(choice):
+            if request.work.write_kv:
+                sealed += sealing.tail(request, choice)
+            self._retired.append((request, choice))
+        return sealed
+
+    def _publish(self, request: Request, choice: Choice) -> None:
+        complete = choice.computed // BLOCK_SIZE
+        if not self._options.prefix_cache or complete <= choice.published:
+            return
+        choice.chain.extend(request.known(choice), complete)
+        for index in range(choice.published, complete):
+            self._pool.publish(choice.blocks[index], choice.chain.hashes[index])
+        choice.published = complete
+
+    def _write_restored(self, request: Request) -> None:
+        restored = request.restored
+        if restored is None:
+            return
+        request.restored = None
+        prompt = len(request.prompt)
+        for choice in request.choices:
+            if not choice.blocks:
+                continue
+            end = choice.computed
+            if choice.index == 0 or choice is next(c for c in request.choices if c.blocks):
+                self._write_range(restored, 0, choice.blocks, 0, min(end, prompt))
+            elif end > prompt:
+                self._write_range(restored, 0, choice.blocks, prompt // BLOCK_SIZE * BLOCK_SIZE, prompt)
+            if end > prompt:
+                self._write_range(restored, choice.index, choice.blocks, prompt, end)
+            self._publish(request, choice)
+
+    def _write_range(self, restored: Restored, source: int, table: list[int], start: int, end: int) -> None:
+        """Writes positions `[start, end)` from a choice's stored tensors."""
+        tensors = restored.tensors[source]
+        at = restored.lengths[source] - sum(t.shape[2] for t in tensors)
+        for tensor in tensors:
+            count = tensor.shape[2]
+            low, high = max(start, at), min(end, at + count)
+            if low < high:
+                self._cache.write(table, low, tensor[:, :, low - at : high - at])
+            at += count
+
+    def _fail(self, request: Request) -> tuple[str, int, EngineError]:
+        """The model gave no numbers: its KV is withdrawn and overwritten before anybody else has the blocks."""
+        blocks = {block for choice in request.choices for block in choice.blocks}
+        for block in blocks:
+            self._pool.forget(block)
+        own = [b for b in blocks if sum(b in c.blocks for c in request.choices) == self._pool.holders(b)]
+        self._cache.clear(own)
+        self._forget(request)
+        error = NumericError(f"the model's output for {request.request_id} is not finite: nothing was sampled from it")
+        return request.request_id, request.work.epoch, error
+
+    def _drop(self, request: Request, ended: list[RequestEnd], *, cancelled: bool) -> None:
+        ended.append(
+            RequestEnd(request.request_id, request.work.epoch, request.seq, cancelled, request.cached_tokens)
+        )
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        self._scheduler.remove(request)
+        del self._requests[request.request_id]
+
+    def _release_retired(self) -> None:
+        for request, choice in self._retired:
+            if request.phase is Phase.DECODE and choice.blocks:
+                self._scheduler.free_choice(choice)
+        self._retired = []
+
+
+def _attention(cache: KvCache, device: torch.device) -> Attention:
+    if device.type == "cpu":
+        return TorchAttention(cache)
+    from function_runtime.engine.attention.triton_attention import TritonAttention
+
+    return TritonAttention(cache)
+
+
+def _admitted(request: Request, stored: Usable) -> Admitted:
+    work = request.work
+    longest = max(len(choice.tokens) for choice in request.choices)
+    loaded = stored.prompt + stored.steps
+    resumed = bool(work.produced or work.prefill_ends)
+    recomputed = max(0, len(request.prompt) + longest - loaded) if resumed else 0
+    if not resumed:
+        return Admitted(work.request_id, work.epoch, loaded, 0, exact=True, detail="")
+    if not work.prefill_ends:
+        exact, detail = stored.prompt == len(request.prompt), "the first attempt's prefill schedule is not known"
+    elif stored.prompt < work.prefill_ends[0]:
+        exact, detail = False, f"the first attempt took {work.prefill_ends[0]} positions from a prefix cache"
+    else:
+        exact, detail = True, ""
+    return Admitted(work.request_id, work.epoch, loaded, recomputed, exact, "" if exact else detail)

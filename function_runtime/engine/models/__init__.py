@@ -1,0 +1,1 @@
+"""Decoders, each one definition driven by configuration."""

@@ -1,0 +1,106 @@
+"""One decoder for the Llama family: Llama 2 and 3, SmolLM2 and what else differs from them by configuration only.
+
+`forward` computes the rows of a step (any mixture of decode tokens and prefill chunks of any requests) and the logits
+of the rows asked for. Attention and the KV it needs are behind `Attention`. Limits: weights are used as they are
+mapped, in their own dtype; no tensor parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from function_runtime.engine.attention.interface import Attention, Plan
+from function_runtime.engine.errors import UnusableModel
+from function_runtime.engine.models.rope import Rotation, inverse_frequencies
+from model_loader.manifest import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    attn_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+class Llama:
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
+        self.config = config
+        heads = config.num_heads + 2 * config.num_kv_heads
+        hidden, inner, wide = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
+        take = _Taker(weights)
+        self.embed = take("embed", (config.vocab_size, hidden))
+        self.norm = take("norm", (hidden,))
+        self.lm_head = self.embed if config.tie_word_embeddings else take("lm_head", (config.vocab_size, hidden))
+        self.layers = tuple(
+            Layer(
+                attn_norm=take(f"layers.{i}.attn_norm", (hidden,)),
+                qkv=take(f"layers.{i}.qkv", (heads * config.head_dim, hidden)),
+                qkv_bias=take.optional(f"layers.{i}.qkv_bias", (heads * config.head_dim,)),
+                o=take(f"layers.{i}.o", (hidden, wide)),
+                o_bias=take.optional(f"layers.{i}.o_bias", (hidden,)),
+                mlp_norm=take(f"layers.{i}.mlp_norm", (hidden,)),
+                gate_up=take(f"layers.{i}.gate_up", (2 * inner, hidden)),
+                gate_up_bias=take.optional(f"layers.{i}.gate_up_bias", (2 * inner,)),
+                down=take(f"layers.{i}.down", (hidden, inner)),
+                down_bias=take.optional(f"layers.{i}.down_bias", (hidden,)),
+            )
+            for i in range(config.num_layers)
+        )
+        self.frequencies = inverse_frequencies(config).to(self.embed.device)
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attention: Attention, plan: Plan, logit_rows: Tensor | None
+    ) -> Tensor | None:
+        """Logits (float32) of `logit_rows`, or None where no row's are wanted."""
+        config = self.config
+        heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
+        inner, eps, count = config.intermediate_size, config.rms_norm_eps, tokens.shape[0]
+        rotate = Rotation(self.frequencies, positions, self.embed.dtype)
+        x = F.embedding(tokens, self.embed)
+        for index, layer in enumerate(self.layers):
+            h = rms_norm(x, layer.attn_norm, eps)
+            qkv = F.linear(h, layer.qkv, layer.qkv_bias).view(count, heads + 2 * kv_heads, size)
+            rotated = rotate(qkv[:, : heads + kv_heads])
+            mixed = attention.attend(index, rotated[:, :heads], rotated[:, heads:], qkv[:, heads + kv_heads :], plan)
+            x = x + F.linear(mixed.reshape(count, heads * size), layer.o, layer.o_bias)
+            h = rms_norm(x, layer.mlp_norm, eps)
+            gate_up = F.linear(h, layer.gate_up, layer.gate_up_bias)
+            x = x + F.linear(F.silu(gate_up[:, :inner]) * gate_up[:, inner:], layer.down, layer.down_bias)
+        if logit_rows is None:
+            return None
+        return F.linear(rms_norm(x.index_select(0, logit_rows), self.norm, eps), self.lm_head).to(torch.float32)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+class _Taker:
+    """Takes tensors out of a prepared form and checks their shapes."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights = weights
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = self.optional(name, shape)
+        if tensor is None:
+            raise UnusableModel(f"the prepared checkpoint has no tensor {name}: prepare it again")
+        return tensor
+
+    def optional(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        tensor = self._weights.get(name)
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise UnusableModel(f"tensor {name} has shape {tuple(tensor.shape)}, the configuration says {shape}")
+        return tensor

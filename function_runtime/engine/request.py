@@ -1,0 +1,116 @@
+"""A request inside the engine: its choices, what is known of each, and what has been computed.
+
+A choice's tokens are *known* when they are in its list, whether sampled here, taken from the log of an earlier
+attempt, or kept over a preemption; positions are *computed* when their KV is in its blocks. A step computes the next
+position and samples only where the token after it is not known yet: fresh run, resume and recomputation are one
+mechanism, and all choices of a request move in lock-step as in the first run. Limits: no tensors but restored KV on
+its way in.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from model_loader.tokenizer import Detokenizer
+
+from function_runtime.engine.output import Restored
+from function_runtime.engine.prefix import Chain
+from function_runtime.protocol import FinishReason, Work
+
+
+class Phase(enum.Enum):
+    """`WAITING -> PREFILL -> DECODE -> ENDED`; preemption takes `PREFILL` and `DECODE` back to `WAITING`."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    ENDED = "ended"
+
+
+class Choice:
+    __slots__ = ("blocks", "chain", "computed", "detokenizer", "finish", "index", "published", "sealed", "tokens")
+
+    def __init__(self, index: int, detokenizer: Detokenizer, chain: Chain) -> None:
+        self.index = index
+        self.tokens: list[int] = []
+        """Generated and known."""
+        self.blocks: list[int] = []
+        self.computed = 0
+        """Positions (prompt first) whose KV is in the blocks."""
+        self.finish: FinishReason | None = None
+        self.detokenizer = detokenizer
+        self.chain = chain
+        self.published = 0
+        """Complete blocks that were offered to the prefix cache."""
+        self.sealed = 0
+        """KV up to here needs no further writing behind."""
+
+
+class Request:
+    __slots__ = (
+        "arrival", "cached_tokens", "choices", "limit", "phase", "prompt", "restored", "schedule", "seq",
+        "told_schedule", "work",
+    )  # fmt: skip
+
+    def __init__(self, work: Work, arrival: int, limit: int, choices: list[Choice]) -> None:
+        self.work = work
+        self.arrival = arrival
+        self.prompt: list[int] = list(work.prompt)
+        self.limit = limit
+        """Generated tokens per choice at most: what was asked for, or what the context holds."""
+        self.choices = choices
+        self.phase = Phase.WAITING
+        self.seq = len(work.produced)
+        """Place of the last token in the log."""
+        self.schedule: list[int] = list(work.prefill_ends)
+        """Where prefill began (what came before was cached), then the ends of its chunks so far. Given by an earlier
+        attempt or kept over a preemption, it is followed to its end; then prefill is free, and recorded."""
+        self.told_schedule = False
+        self.cached_tokens = 0
+        """Prompt positions that this attempt did not compute."""
+        self.restored: Restored | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.work.request_id
+
+    @property
+    def ended(self) -> bool:
+        return all(choice.finish is not None for choice in self.choices)
+
+    def takes_part(self, choice: Choice) -> bool:
+        """Whether the next decode step computes a position of `choice`: it lives, or is replayed to its end."""
+        return choice.finish is None or max(0, choice.computed - len(self.prompt)) < len(choice.tokens) - 1
+
+    def participants(self) -> list[Choice]:
+        return [choice for choice in self.choices if self.takes_part(choice)]
+
+    def known(self, choice: Choice) -> list[int]:
+        """Every known token of a choice, the prompt's included."""
+        return self.prompt + choice.tokens
+
+    def next_chunk(self, budget: int) -> int:
+        """End of the prefill chunk that comes next; a recorded chunk is not cut, whatever the budget."""
+        computed = self.choices[0].computed
+        schedule = self.schedule
+        if schedule and computed < schedule[0]:
+            return min(schedule[0], computed + budget)
+        for end in schedule[1:]:
+            if end > computed:
+                return end
+        return min(len(self.prompt), computed + budget)
+
+    def chunk_done(self, end: int) -> None:
+        if not self.schedule:
+            self.schedule.append(0)
+        if end > self.schedule[-1]:
+            self.schedule.append(end)
+
+    def rewind(self) -> None:
+        """Nothing is computed any more; what is known stays, and so does the schedule it was made with."""
+        self.phase = Phase.WAITING
+        self.restored = None
+        for choice in self.choices:
+            choice.blocks = []
+            choice.computed = 0
+            choice.published = 0

@@ -1,0 +1,58 @@
+"""Where a request that was under way elsewhere can be taken up: how much of its stored KV is of use.
+
+`usable(request, restored)` gives the prompt positions and the decode steps that need not be computed again. Prompt KV
+counts up to a chunk boundary of the first attempt, generated KV up to the step that every choice still in play has
+reached, and the last known token is always computed. Limits: pure; whether the bytes are right was checked before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from function_runtime.engine.errors import InvalidWork
+from function_runtime.engine.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Usable:
+    prompt: int
+    steps: int
+    """Decode steps; above 0 only where the whole prompt is covered."""
+
+
+def usable(request: Request, lengths: Sequence[int]) -> Usable:
+    if not lengths or lengths[0] <= 0:
+        return Usable(0, 0)
+    prompt = len(request.prompt)
+    if lengths[0] < prompt or any(choice.finish is None and not choice.tokens for choice in request.choices):
+        return Usable(_cut_back(request, min(lengths[0], prompt - 1)), 0)
+    steps: int | None = None
+    for choice in request.choices:
+        length = lengths[choice.index] if choice.index < len(lengths) else 0
+        stored = max(0, length - prompt)
+        fed = len(choice.tokens) - 1
+        """Generated tokens whose KV the first run had computed at least."""
+        if choice.finish is not None and stored >= fed:
+            continue
+        limit = max(0, min(stored, fed))
+        steps = limit if steps is None else min(steps, limit)
+    return Usable(prompt, steps or 0)
+
+
+def _cut_back(request: Request, length: int) -> int:
+    """The last chunk boundary at or before `length`; before the first there is none to keep to."""
+    schedule = request.schedule
+    if not schedule or length <= schedule[0]:
+        return length
+    return max(end for end in schedule if end <= length)
+
+
+def check_restored(request: Request, lengths: Sequence[int], starts: Sequence[int]) -> None:
+    """Refuses KV that leaves a hole: positions a choice lacks before its tensors must be choice 0's prompt."""
+    for index, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        reach = 0 if index == 0 else min(lengths[0], len(request.prompt))
+        if start < 0 or (start > reach and start < length):
+            raise InvalidWork(
+                f"stored KV of choice {index} of {request.request_id} begins at {start}, after a hole from {reach}"
+            )

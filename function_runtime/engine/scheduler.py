@@ -1,0 +1,224 @@
+"""What the next step computes: decode rows of everything under way, then prefill chunks within a token budget.
+
+Requests are served in order of arrival. When blocks run out the youngest running request is preempted: it gives up its
+blocks and computes its known tokens again later, by the same schedule. Limits: decides and allocates, computes nothing;
+a prompt is admitted only when its blocks are there, one at a time, without overtaking.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass, field
+from typing import Final
+
+from function_runtime.engine.blocks import BlockPool
+from function_runtime.engine.kv_cache import BLOCK_SIZE
+from function_runtime.engine.request import Choice, Phase, Request
+from function_runtime.engine.resume import Usable, usable
+
+MIN_CHUNK_TOKENS: Final = 64
+"""Prefill advances by this much even where decode rows use the budget up; smaller remainders of a budget wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    request: Request
+    start: int
+    end: int
+
+
+@dataclass(slots=True)
+class Schedule:
+    decodes: list[tuple[Request, list[Choice]]] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """Blocks to copy before the step, (source, destination)."""
+    admitted: list[Request] = field(default_factory=list)
+    """Requests whose blocks are there; restored KV is to be written into them before the step."""
+
+
+class Scheduler:
+    def __init__(self, pool: BlockPool, max_requests: int, step_tokens: int, prefix_cache: bool) -> None:
+        self.pool = pool
+        self.max_requests = max_requests
+        self.step_tokens = step_tokens
+        self.prefix_cache = prefix_cache
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        """Both in order of arrival."""
+        self.preemptions = 0
+
+    def add(self, request: Request) -> None:
+        insort(self.waiting, request, key=_arrival)
+
+    def remove(self, request: Request) -> None:
+        """Takes a request out, whatever it is doing; its blocks are free at once."""
+        if request in self.running:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        self.free(request)
+        request.restored = None
+        request.phase = Phase.ENDED
+
+    def free(self, request: Request) -> None:
+        for choice in request.choices:
+            self.free_choice(choice)
+
+    def free_choice(self, choice: Choice) -> None:
+        self.pool.release(choice.blocks)
+        choice.blocks = []
+
+    def schedule(self) -> Schedule:
+        plan = Schedule()
+        budget = self.step_tokens
+        for request in list(self.running):
+            if request.phase is Phase.DECODE:
+                participants = request.participants()
+                if self._grow(request, participants, plan):
+                    plan.decodes.append((request, participants))
+                    budget -= len(participants)
+        budget = max(budget, min(self.step_tokens, MIN_CHUNK_TOKENS))
+        for request in list(self.running):
+            if request.phase is Phase.PREFILL:
+                budget -= self._chunk(request, budget, plan)
+        while self.waiting and len(self.running) < self.max_requests and budget > 0:
+            request = self.waiting[0]
+            if not self._admit(request):
+                break
+            self.waiting.pop(0)
+            insort(self.running, request, key=_arrival)
+            plan.admitted.append(request)
+            if request.phase is Phase.PREFILL:
+                budget -= self._chunk(request, budget, plan)
+        return plan
+
+    def _grow(self, request: Request, participants: list[Choice], plan: Schedule) -> bool:
+        """Gives every participant a block of its own for its next position; False: `request` itself was preempted."""
+        needing = [choice for choice in participants if self._needs_block(choice)]
+        while len(needing) > self.pool.available:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        for choice in needing:
+            index = choice.computed // BLOCK_SIZE
+            if index == len(choice.blocks):
+                choice.blocks.append(self.pool.allocate(choice.blocks[-1] if choice.blocks else None))
+            elif self.pool.shared(choice.blocks[index]):
+                source = choice.blocks[index]
+                choice.blocks[index] = self.pool.allocate(choice.blocks[index - 1] if index else None)
+                self.pool.release((source,))
+                plan.copies.append((source, choice.blocks[index]))
+        return True
+
+    def _needs_block(self, choice: Choice) -> bool:
+        index = choice.computed // BLOCK_SIZE
+        return index == len(choice.blocks) or self.pool.shared(choice.blocks[index])
+
+    def _preempt(self, request: Request) -> None:
+        # NOTE: only requests that this step has not planned yet are preempted, because decode rows are planned oldest
+        # first and the youngest is taken.
+        self.free(request)
+        request.rewind()
+        self.running.remove(request)
+        self.add(request)
+        self.preemptions += 1
+
+    def _chunk(self, request: Request, budget: int, plan: Schedule) -> int:
+        """Plans the request's next prefill chunk if it fits; gives the tokens it takes."""
+        start = request.choices[0].computed
+        remaining = len(request.prompt) - start
+        if budget < min(remaining, MIN_CHUNK_TOKENS, self.step_tokens):
+            return 0
+        end = request.next_chunk(budget)
+        if end - start > budget and (plan.chunks or plan.decodes) and budget < self.step_tokens:
+            return 0
+        plan.chunks.append(Chunk(request, start, end))
+        return end - start
+
+    def _admit(self, request: Request) -> bool:
+        """Gives a waiting request its prompt's blocks (and those of restored steps) if they are there."""
+        stored = usable(request, request.restored.lengths) if request.restored else Usable(0, 0)
+        found = [] if stored.prompt else self._cached_blocks(request)
+        prompt = len(request.prompt)
+        complete = stored.prompt == prompt
+        participants = [c for c in request.choices if c.finish is None or stored.steps < len(c.tokens) - 1]
+        # NOTE: room for what is known already is asked for, because a preempted request that came back without it
+        # would be the next to be preempted again.
+        longest = max(len(choice.tokens) for choice in request.choices)
+        own = blocks_for(prompt + longest) - prompt // BLOCK_SIZE if longest else 0
+        need = blocks_for(prompt) - len(found) + own * len(participants)
+        if need >= self.pool.available - self.pool.idle_among(found):
+            return False
+        if not stored.prompt:
+            request.restored = None
+        first = request.choices[0]
+        for block in found:
+            self.pool.hold(block)
+        first.blocks = list(found)
+        self._extend(first, blocks_for(prompt))
+        first.published = len(found)
+        first.computed = start = stored.prompt or len(found) * BLOCK_SIZE
+        if not request.told_schedule:
+            request.cached_tokens = start
+        if not request.schedule:
+            request.schedule = [start]
+        request.phase = Phase.PREFILL
+        if complete:
+            self._take_up(request, participants, stored.steps)
+        return True
+
+    def _take_up(self, request: Request, participants: list[Choice], steps: int) -> None:
+        """The prompt is restored, and `steps` decode steps of every participant."""
+        first = request.choices[0]
+        self.fork(request, participants)
+        if first not in participants:
+            self.free_choice(first)
+        prompt = len(request.prompt)
+        for choice in participants if steps else ():
+            if prompt % BLOCK_SIZE and self.pool.shared(choice.blocks[-1]):
+                self.pool.release((choice.blocks.pop(),))
+            self._extend(choice, blocks_for(prompt + steps))
+        for choice in request.choices:
+            choice.computed = prompt + steps
+
+    def fork(self, request: Request, participants: list[Choice]) -> None:
+        """Prefill is complete: every participant goes on from the first choice's blocks."""
+        first = request.choices[0]
+        request.phase = Phase.DECODE
+        for choice in request.choices:
+            choice.computed = first.computed
+            if choice is first or choice not in participants:
+                continue
+            for block in first.blocks:
+                self.pool.hold(block)
+            choice.blocks = list(first.blocks)
+            choice.published = first.published
+            choice.chain = first.chain.fork()
+
+    def _extend(self, choice: Choice, blocks: int) -> None:
+        while len(choice.blocks) < blocks:
+            choice.blocks.append(self.pool.allocate(choice.blocks[-1] if choice.blocks else None))
+
+    def _cached_blocks(self, request: Request) -> list[int]:
+        """Published blocks the prompt may begin with. The last position is always computed; a request with a recorded
+        schedule takes what its first attempt took, or nothing."""
+        if not self.prefix_cache:
+            return []
+        schedule = request.schedule
+        wanted = (schedule[0] if schedule else len(request.prompt) - 1) // BLOCK_SIZE
+        if not wanted or (schedule and schedule[0] % BLOCK_SIZE):
+            return []
+        chain = request.choices[0].chain
+        chain.extend(request.prompt, wanted)
+        found = self.pool.find(chain.hashes[:wanted])
+        return found if not schedule or len(found) == wanted else []
+
+
+def blocks_for(tokens: int) -> int:
+    return -(-tokens // BLOCK_SIZE)
+
+
+def _arrival(request: Request) -> int:
+    return request.arrival
