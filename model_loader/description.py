@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from model_loader.errors import FormatError
 from model_loader.manifest import ModelConfig, TensorEntry
 
 
@@ -28,3 +31,12 @@ class Description:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     add_bos_token: bool
+
+
+@contextlib.contextmanager
+def reading(what: str) -> Iterator[None]:
+    """A checkpoint is somebody else's document: a value of a kind nobody expected is malformed, and no crash."""
+    try:
+        yield
+    except (TypeError, KeyError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        raise FormatError(f"{what} is malformed: {error!r}") from error

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from model_loader.description import Description
+from model_loader.description import Description, reading
 from model_loader.errors import FormatError, SourceMissing, SourceRefused
 from model_loader.llama_config import config_from_hugging_face
 from model_loader.llama_layout import check_tensors
@@ -23,6 +23,11 @@ _PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def describe_directory(root: Path) -> Description:
+    with reading(str(root)):
+        return _describe(root)
+
+
+def _describe(root: Path) -> Description:
     read: list[Path] = []
 
     def optional(name: str) -> dict[str, Any]:

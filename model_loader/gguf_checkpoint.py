@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from model_loader.description import Description
+from model_loader.description import Description, reading
 from model_loader.errors import FormatError
 from model_loader.gguf_format import ROPE_FACTORS, read_gguf
 from model_loader.gguf_tokenizer import adds_bos, build_tokenizer
@@ -20,6 +20,11 @@ _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def describe_gguf(path: Path) -> Description:
+    with reading(str(path)):
+        return _describe(path)
+
+
+def _describe(path: Path) -> Description:
     header = read_gguf(path)
     metadata, what = header.metadata, str(path)
     entries = {t.name: t for t in header.tensors}

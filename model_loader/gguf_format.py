@@ -170,7 +170,10 @@ def _read_header(cursor: _Cursor, path: Path, file_index: int) -> GgufHeader:
         raise FormatError(f"{path} has GGUF version {version}; {hint}")
     tensor_count, pair_count = cursor.unpack(_U64), cursor.unpack(_U64)
     if (tensor_count + pair_count) * 12 > cursor.size:
-        raise FormatError(f"{path} announces {tensor_count} tensors and {pair_count} keys, more than it can hold")
+        raise FormatError(
+            f"{path} is truncated or foreign: {tensor_count} tensors and {pair_count} keys are announced, more than its "
+            f"{cursor.size} bytes can hold"
+        )
     metadata: dict[str, Any] = {}
     for _ in range(pair_count):
         key = cursor.text()
