@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from function_runtime.protocol import ReplicaMemory
-
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _PR_SET_NAME: Final = 15
@@ -69,24 +67,6 @@ def is_stopped(pid: int) -> bool:
 
 def describe_exit(result: os.waitid_result) -> str:
     return f"exit {result.si_status}" if result.si_code == os.CLD_EXITED else f"signal {result.si_status}"
-
-
-def memory_of(pid: int) -> ReplicaMemory:
-    """Zeroes for a process that is gone."""
-    fields = {b"Rss:": 0, b"Pss:": 0, b"Shared_Clean:": 0, b"Shared_Dirty:": 0}
-    try:
-        text = Path(f"/proc/{pid}/smaps_rollup").read_bytes()
-    except OSError:
-        return ReplicaMemory()
-    for line in text.splitlines():
-        name, _, rest = line.partition(b" ")
-        if name in fields:
-            fields[name] = int(rest.split()[0]) * 1024
-    return ReplicaMemory(
-        rss_bytes=fields[b"Rss:"],
-        pss_bytes=fields[b"Pss:"],
-        shared_bytes=fields[b"Shared_Clean:"] + fields[b"Shared_Dirty:"],
-    )
 
 
 def available_bytes() -> int:

@@ -45,7 +45,8 @@ from function_runtime.protocol import (
 )
 from function_runtime.wire import AgentWord, Drain, Ping, Report, agent_words, pack
 
-IDLE_HEARTBEAT_S: Final = 1.0
+_BUSY_BEAT_NS: Final = int(HEARTBEAT_S / 2 * 1e9)
+_IDLE_BEAT_NS: Final = 1_000_000_000
 MAX_LINKS: Final = 64
 FLUSH_WITHIN_S: Final = 5.0
 """How long an ending replica may spend on storing the KV of what it could not finish."""
@@ -229,7 +230,7 @@ class Serving:
         if self._lease_ns and now_ns - self._last_ping_ns > self._lease_ns:
             raise AgentGone
         busy = self._held.any_live
-        self._next_beat_ns = now_ns + int((HEARTBEAT_S / 2 if busy else IDLE_HEARTBEAT_S) * 1e9)
+        self._next_beat_ns = now_ns + (_BUSY_BEAT_NS if busy else _IDLE_BEAT_NS)
         stats = self._engine.stats
         life = self._clock.read()
         progress = Progress(
@@ -346,6 +347,7 @@ class Serving:
             self._held.forget(known.id)
         held = HeldRequest(work, link)
         self._held.add(held)
+        self._next_beat_ns = min(self._next_beat_ns, time.monotonic_ns() + _BUSY_BEAT_NS)
         if self._drain is not None:
             held.fail(time.monotonic_ns(), "draining", "this replica is ending", retry=True)
         elif self._kv is not None and work.kv:

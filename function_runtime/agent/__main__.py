@@ -20,7 +20,7 @@ import msgspec
 from aiohttp import web
 
 from function_runtime import process
-from function_runtime.agent.checkpoints import NoCheckpoints
+from function_runtime.agent.pool import Pool
 from function_runtime.agent.server import AgentServer
 from function_runtime.agent.slot import Slot, log
 from function_runtime.agent.watch import Watch
@@ -55,7 +55,12 @@ def main() -> None:
 
 
 async def _run(arguments: argparse.Namespace, directory: Path) -> None:
-    slot = Slot(slot_id=arguments.slot_id, directory=directory, pool=NoCheckpoints(), warm=arguments.warm)
+    slot = Slot(
+        slot_id=arguments.slot_id,
+        directory=directory,
+        warm=arguments.warm,
+        open_pool=lambda children, changed: Pool(arguments.pool_dir, arguments.pool_bytes, children, changed),
+    )
     watch = Watch(slot, arguments.orphan_s)
     token = secrets.token_urlsafe(32)
     server = AgentServer(slot, watch, token)

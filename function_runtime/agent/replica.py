@@ -49,6 +49,7 @@ class Replica:
         self.created_ns = time.monotonic_ns()
         self.created_us = time.time_ns() // 1000
         self.ready_us = 0
+        self.ready_ns = 0
         self.ended_us = 0
         self.ended_ns = 0
         self.port = 0
@@ -103,10 +104,12 @@ class Replica:
             last = farewell.time
             parts_us = last.cold_us + last.attributed_us + last.idle_us
             self._time = msgspec.structs.replace(last, held_us=held_us, overhead_us=max(0, held_us - parts_us))
-        elif not self.ready_us:
+        elif not self.ready_ns:
             self._time = ReplicaTime(held_us=held_us, cold_us=held_us)
+        elif self.worker is not None and self.worker.report is not None:
+            self._time = msgspec.structs.replace(self.worker.report.time, held_us=held_us)
         else:
-            self._time = msgspec.structs.replace(self.time, held_us=held_us)
+            self._time = ReplicaTime(held_us=held_us, cold_us=(self.ready_ns - self.created_ns) // 1000)
 
     @property
     def time(self) -> ReplicaTime:

@@ -15,6 +15,7 @@ import secrets
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -29,6 +30,7 @@ from function_runtime.agent.workers import STUB, Workers
 from function_runtime.errors import LoadError, SlotError, SpecError, WorkerLost
 from function_runtime.protocol import ReplicaSpec, ReplicaState, ReplicaStatus, SlotEvent, SlotState
 from function_runtime.wire import Drain, LoadFailed, Prepared, Specialise
+from model_loader.errors import LoaderError
 
 TAKEN_WITHIN_S: Final = 2.0
 """A worker that runs takes a spec within a few milliseconds; one that does not is stopped or hangs."""
@@ -36,6 +38,8 @@ ATTEMPTS: Final = 3
 KILL_AFTER_GRACE_S: Final = 8.0
 """Beyond its grace an ending replica has this long for its last flush and its exit."""
 KEEP_FINAL: Final = 500
+OpenPool = Callable[[Children, Callable[[], None]], Checkpoints]
+"""Makes the pool of a slot, given its children and what to call when it changed."""
 
 
 def log(text: str) -> None:
@@ -43,7 +47,7 @@ def log(text: str) -> None:
 
 
 class Slot:
-    def __init__(self, *, slot_id: str, directory: Path, pool: Checkpoints, warm: int) -> None:
+    def __init__(self, *, slot_id: str, directory: Path, warm: int, open_pool: OpenPool) -> None:
         self.slot_id = slot_id
         self.directory = directory
         self.incarnation = secrets.token_hex(8)
@@ -51,7 +55,7 @@ class Slot:
         self.events = EventHub()
         self.children = Children()
         self.workers = Workers(self.children, directory, warm, directory / "agent.log", self.slot_changed)
-        self.pool = pool
+        self.pool = open_pool(self.children, self.slot_changed)
         self.baseline = Baseline()
         self.memory_used_bytes = 0
         self.closing = False
@@ -62,7 +66,7 @@ class Slot:
     async def open(self) -> None:
         self.log_directory.mkdir(parents=True, exist_ok=True)
         process.adopt_orphans()
-        for module in ("function_runtime.template", "function_runtime.stub", "function_runtime.bound"):
+        for module in ("function_runtime.template", "function_runtime.stub"):
             for pid in process.processes_with_arguments(module, str(self.directory)):
                 log(f"killing pid={pid}, left by an earlier agent")
                 os.kill(pid, signal.SIGKILL)
@@ -124,6 +128,8 @@ class Slot:
                     raise WorkerLost(f"its process ended: {ended}")
         except SlotError as error:
             replica.fail(error)
+        except LoaderError as error:
+            replica.fail(LoadError(error.code, str(error), retry=error.retry))
         except asyncio.CancelledError:
             replica.end_reason = replica.end_reason or "the agent ends"
         except Exception as error:
@@ -207,6 +213,7 @@ class Slot:
         replica.stages.extend(answer.stages)
         replica.port = answer.port
         replica.ready_us = time.time_ns() // 1000
+        replica.ready_ns = time.monotonic_ns()
         replica.go(ReplicaState.READY)
 
     async def _finish(self, replica: Replica) -> None:
@@ -296,4 +303,5 @@ class Slot:
             self.end_replica(replica.id, grace_s, reason)
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.workers.close()
+        await self.pool.close()
         self.children.kill_all()

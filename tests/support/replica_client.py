@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import msgspec
 import psutil
@@ -28,6 +29,8 @@ from function_runtime.protocol import (
     AgentInfo,
     Attach,
     EngineOptions,
+    Failed,
+    Finished,
     FrameBuffer,
     Hello,
     Message,
@@ -42,6 +45,7 @@ from function_runtime.protocol import (
     Submit,
     TokenEvent,
     Tokens,
+    Unknown,
     Welcome,
     Work,
     decode_replica,
@@ -165,7 +169,7 @@ class AgentProcess:
         return msgspec.json.decode(self.call("POST", "/v1/replicas", spec), type=ReplicaStatus)
 
     def end_replica(self, replica_id: str, grace_s: float = 5.0, reason: str = "test") -> ReplicaStatus:
-        path = f"/v1/replicas/{replica_id}?grace_s={grace_s}&reason={reason}"
+        path = f"/v1/replicas/{replica_id}?grace_s={grace_s}&reason={quote(reason)}"
         return msgspec.json.decode(self.call("DELETE", path), type=ReplicaStatus)
 
     def events(self) -> Iterator[SlotEvent]:
@@ -292,13 +296,12 @@ class ReplicaLink:
     def settle(self, request: Work) -> None:
         self.send(Settled(request_id=request.request_id, epoch=request.epoch))
 
-    def outcome(self, request: Work) -> Message:
+    def outcome(self, request: Work) -> Any:
         """Reads until the request's `Finished`, `Failed` or `Unknown`."""
         while True:
             message = self.receive()
-            if type(message).__name__ in ("Finished", "Failed", "Unknown"):
-                if message.request_id == request.request_id:  # type: ignore[attr-defined]
-                    return message
+            if isinstance(message, Finished | Failed | Unknown) and message.request_id == request.request_id:
+                return message
 
     def tokens(self, request: Work) -> list[tuple[int, TokenEvent]]:
         """(seq, event) of everything said about a request so far, in the order it came."""

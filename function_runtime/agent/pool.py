@@ -1,0 +1,143 @@
+"""The slot's warm pool as the agent uses it: leases per replica, and preparations as processes bound to the agent.
+
+The pool itself (one file per prepared form, one preparation per key) is `model_loader.pool`. What an earlier agent left
+is verified while this one already listens. Limits: a replica holds one lease at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from function_runtime.agent.checkpoints import Checkpoint
+from function_runtime.agent.children import Children
+from function_runtime.errors import LoadError
+from function_runtime.protocol import PoolEntry, ReplicaSpec
+from model_loader.errors import LoaderError, error_from_code
+from model_loader.manifest import Manifest
+from model_loader.pool import ProgressCallback, WarmPool
+from model_loader.progress import Progress
+
+_HALF_TYPES: Final = ("float16", "bfloat16")
+_MAX_LINE_BYTES: Final = 1 << 20
+
+
+def dtype_for(spec: ReplicaSpec) -> str:
+    """What `auto` means: float32 on CPUs; on GPUs the checkpoint's own, bfloat16 where that is no half type."""
+    options = spec.options
+    if options.dtype != "auto":
+        return options.dtype
+    if options.device == "cpu":
+        return "float32"
+    own = Manifest.load(Path(spec.manifest_path)).config.dtype.lower()
+    return own if own in _HALF_TYPES else "bfloat16"
+
+
+class Pool:
+    def __init__(
+        self, directory: Path, budget_bytes: int, children: Children, on_change: Callable[[], None]
+    ) -> None:
+        self._children = children
+        self._on_change = on_change
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.budget_bytes = budget_bytes or _half_of(directory)
+        self._pool = WarmPool(directory, self.budget_bytes, self._run_prepare)
+        self._scan: asyncio.Task[object] | None = None
+
+    async def open(self) -> None:
+        self._scan = asyncio.create_task(self._pool.scan())
+        self._scan.add_done_callback(lambda _: self._on_change())
+
+    async def acquire(self, spec: ReplicaSpec) -> Checkpoint:
+        return await self._acquire(spec.manifest_path, dtype_for(spec), spec.replica_id)
+
+    async def warm(self, manifest_path: str, dtype: str) -> Checkpoint:
+        """Prepares ahead; held by nobody afterwards."""
+        holder = f"warm-{secrets.token_hex(6)}"
+        try:
+            return await self._acquire(manifest_path, "float32" if dtype == "auto" else dtype, holder)
+        finally:
+            self.release(holder)
+
+    async def _acquire(self, manifest_path: str, dtype: str, holder: str) -> Checkpoint:
+        if self._scan is not None and not self._scan.done():
+            await asyncio.wait([self._scan])
+        lease = await self._pool.acquire(Path(manifest_path), dtype, holder)
+        if lease.tier != "pool":
+            self._on_change()
+        return Checkpoint(str(lease.path), lease.tier, lease.nbytes)
+
+    def release(self, holder: str) -> None:
+        self._pool.release(holder)
+        self._on_change()
+
+    def entries(self) -> tuple[PoolEntry, ...]:
+        return tuple(
+            PoolEntry(
+                key=entry.key,
+                identity=entry.identity,
+                state=entry.state.value,
+                nbytes=entry.nbytes,
+                holders=entry.holders,
+                last_used_us=entry.last_used_us,
+                error=entry.error,
+            )
+            for entry in self._pool.entries()
+        )
+
+    async def close(self) -> None:
+        if self._scan is not None:
+            self._scan.cancel()
+            await asyncio.gather(self._scan, return_exceptions=True)
+        await self._pool.close()
+
+    async def _run_prepare(self, manifest_path: Path, dtype: str, out: Path, progress: ProgressCallback) -> None:
+        """One preparation as a process of its own, so that its memory goes with it and its threads are nobody's."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "function_runtime.bound", str(os.getpid()), "model_loader.recipe"),
+            *(str(manifest_path), "--dtype", dtype, "--out", str(out)),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            limit=_MAX_LINE_BYTES,
+        )
+        self._children.foreign.add(process.pid)
+        try:
+            error = await _follow(process, progress)
+            status = await process.wait()
+        except BaseException:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+            raise
+        finally:
+            self._children.foreign.discard(process.pid)
+        if error is not None:
+            raise error
+        if status != 0:
+            message = f"the preparation of {manifest_path} ended with status {status}; see the agent's log"
+            raise LoadError("prepare_failed", message, retry=True)
+
+
+async def _follow(process: asyncio.subprocess.Process, progress: ProgressCallback) -> LoaderError | None:
+    """Passes progress on until the output ends; gives the error it reported."""
+    if process.stdout is None:
+        return None
+    error: LoaderError | None = None
+    async for line in process.stdout:
+        event = json.loads(line)
+        if event["event"] == "progress":
+            progress(Progress(event["stage"], event["done_bytes"], event["total_bytes"]))
+        elif event["event"] == "error":
+            error = error_from_code(event["code"], event["message"])
+    return error
+
+
+def _half_of(directory: Path) -> int:
+    found = os.statvfs(directory)
+    return found.f_blocks * found.f_frsize // 2

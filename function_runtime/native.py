@@ -1,0 +1,146 @@
+"""The native engine as the worker's loop sees it: torch tensors become buffers here and nowhere else.
+
+Importing this module imports torch and everything the engine needs, which is what the template is for. Limits: the
+engine is built in the worker, after the fork.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from function_runtime import process
+from function_runtime.clock import Stopwatch
+from function_runtime.engine.engine import Engine
+from function_runtime.engine.errors import EngineError
+from function_runtime.engine.output import Admitted, Restored, StepOutput
+from function_runtime.engine_like import EngineLike, EngineStats, KvLayout, RestoredKv
+from function_runtime.errors import EngineFault, LoadError
+from function_runtime.inbox import Inbox
+from function_runtime.protocol import ReplicaSpec, Work
+from function_runtime.serving import KvService, Serving
+from model_loader.manifest import Manifest
+from model_loader.prepared import PreparedFile
+from model_loader.tokenizer import Tokenizer
+
+MIN_FREE_BYTES: Final = 128 * 1024 * 1024
+"""Below this an engine is not even begun: its first step would bring the machine down."""
+_TORCH_TYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class NativeEngine:
+    """`EngineLike` over `Engine`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        layout = engine.kv_layout
+        self.kv_layout: KvLayout | None = KvLayout(
+            layout.num_layers, layout.kv_heads, layout.head_dim, layout.dtype, layout.block_size
+        )
+        self.max_context_tokens = engine.max_context
+
+    @property
+    def has_work(self) -> bool:
+        return self._engine.has_work
+
+    @property
+    def stats(self) -> EngineStats:
+        stats = self._engine.stats
+        return EngineStats(stats.running, stats.waiting, stats.kv_used_blocks, stats.kv_total_blocks)
+
+    def submit(self, work: Work, restored: RestoredKv | None) -> Admitted:
+        try:
+            return self._engine.submit(work, self._restored(restored) if restored is not None else None)
+        except EngineError as error:
+            raise EngineFault(error.code, error.message, retry=error.retry) from error
+
+    def _restored(self, kv: RestoredKv) -> Restored:
+        layout = self._engine.kv_layout
+        kind = _TORCH_TYPES[layout.dtype]
+        return Restored(
+            lengths=kv.lengths,
+            tensors=tuple(
+                tuple(
+                    torch.frombuffer(run.data, dtype=kind).view(
+                        layout.num_layers, 2, run.tokens, layout.kv_heads, layout.head_dim
+                    )
+                    for run in runs
+                )
+                for runs in kv.choices
+            ),
+        )
+
+    def cancel(self, request_id: str) -> bool:
+        return self._engine.cancel(request_id)
+
+    def step(self) -> StepOutput:
+        return self._engine.step()
+
+    def export_kv(self, request_id: str, choice: int, start: int, end: int) -> memoryview:
+        tensor = self._engine.export_kv(request_id, choice, start, end)
+        return tensor.contiguous().flatten().view(torch.uint8).numpy().data
+
+    def kv_tail(self, request_id: str) -> Sequence[tuple[int, int, int]]:
+        return [(tail.choice, tail.start, tail.end) for tail in self._engine.kv_tails(request_id)]
+
+
+class NativeBuilder:
+    """Manifest and tokenizer first, which need no weights; then the engine on the mapped checkpoint."""
+
+    def __init__(self) -> None:
+        self._manifest: Manifest | None = None
+        self._tokenizer: Tokenizer | None = None
+
+    def warm_up(self) -> None:
+        """Starts the compute threads and faults in the code of the operations every model runs."""
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        with torch.inference_mode():
+            rows, weight = torch.ones(8, 256), torch.ones(512, 256)
+            for count in (8, 1):
+                hidden = torch.nn.functional.linear(rows[:count], weight)
+                hidden = torch.nn.functional.silu(hidden[:, :256]) * hidden[:, 256:]
+                heads = hidden.view(1, count, 4, 64).transpose(1, 2).contiguous()
+                hidden = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+                hidden = torch.cat((hidden.cos(), hidden.sin()), dim=-1).float().pow(2).mean(-1, keepdim=True)
+                hidden.rsqrt().argmax().item()
+
+    def begin(self, spec: ReplicaSpec) -> None:
+        free_bytes = process.available_bytes()
+        if free_bytes < MIN_FREE_BYTES:
+            message = f"{free_bytes} bytes of memory are available, {MIN_FREE_BYTES} are needed to begin"
+            raise LoadError("insufficient_memory", message, retry=True)
+        self._manifest = Manifest.load(Path(spec.manifest_path))
+        if self._manifest.identity != spec.identity:
+            raise LoadError(
+                "identity_mismatch",
+                f"the manifest is of checkpoint {self._manifest.identity[:16]}, {spec.identity[:16]} was asked for",
+                retry=False,
+            )
+        self._tokenizer = Tokenizer.load(self._manifest.directory)
+
+    def build(self, spec: ReplicaSpec, prepared: Path | None, watch: Stopwatch) -> EngineLike:
+        manifest, tokenizer = self._manifest, self._tokenizer
+        if prepared is None or manifest is None or tokenizer is None:
+            raise LoadError("no_checkpoint", "this engine needs a prepared checkpoint", retry=False)
+        with watch.run("map") as stage:
+            form = PreparedFile.open(prepared, verify=False)
+            if form.identity != manifest.identity:
+                raise LoadError("identity_mismatch", f"{prepared} is of another checkpoint", retry=True)
+            stage.nbytes, stage.tier = form.nbytes, "pool"
+        with watch.run("build") as stage:
+            try:
+                engine = Engine.load(prepared, manifest.config, tokenizer, manifest.eos_token_ids, spec.options)
+            except EngineError as error:
+                raise LoadError(error.code, error.message, retry=error.retry) from error
+            kv_tokens = engine.stats.kv_total_blocks * engine.kv_layout.block_size
+            stage.detail = f"threads={torch.get_num_threads()} kv_tokens={kv_tokens}"
+        return NativeEngine(engine)
+
+    def open_kv(
+        self, spec: ReplicaSpec, engine: EngineLike, inbox: Inbox, serving: Callable[[], Serving]
+    ) -> KvService | None:
+        return None
