@@ -126,6 +126,15 @@ class DataDir:
             raise Unreachable(str(self.path), f"control.json is unreadable: {error}", connected=False) from error
         return Endpoint(url, os.environ.get("STOKER_API_KEY") or self.admin_key())
 
+    def announce(self, url: str, pid: int) -> None:
+        """Says where the service listens, at once and whole: readers never see half a file."""
+        written = self.path / "control.json.new"
+        written.write_text(json.dumps({"url": url, "pid": pid}))
+        written.replace(self.path / "control.json")
+
+    def withdraw(self) -> None:
+        (self.path / "control.json").unlink(missing_ok=True)
+
     def admin_key(self) -> str:
         try:
             return (self.path / "admin.key").read_text().strip()

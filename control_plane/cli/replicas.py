@@ -20,19 +20,18 @@ def show_replicas(data_dir: Path | None, url: str | None, everything: bool, as_j
         return
     rows = []
     for item in found:
-        memory = item.get("memory") or {}
-        ready_us, created_us = item.get("ready_us") or 0, item.get("created_us") or 0
+        memory, ready_us, created_us = item["memory"], item["ready_us"], item["created_us"]
         rows.append(
             (
                 item["replica_id"],
                 item["function"],
-                item.get("revision", "-"),
+                item["revision"],
                 item["state"],
-                item.get("pid") or "-",
-                item.get("running", "-"),
+                item["pid"] or "-",
+                item["running"],
                 seconds(ready_us - created_us) if ready_us else "-",
-                size(memory.get("rss_bytes")) if memory.get("rss_bytes") else "-",
-                size(memory.get("shared_bytes")) if memory.get("shared_bytes") else "-",
+                size(memory["rss_bytes"]) if memory["rss_bytes"] else "-",
+                size(memory["shared_bytes"]) if memory["shared_bytes"] else "-",
                 age(created_us),
                 reason_of(item),
             )
@@ -88,9 +87,8 @@ def replicas_of(client: Client, name: str) -> list[str]:
 
 def log_of(client: Client, replica_id: str, tail: int) -> str:
     try:
-        answer = client.request("GET", f"/api/v1/replicas/{replica_id}/log", query={"tail": tail})
+        return str(client.request("GET", f"/api/v1/replicas/{replica_id}/log", query={"tail": tail}))
     except HttpError as error:
-        if error.status == 404 and not replica_id.startswith("rep-"):
+        if error.status != 404:
             raise
-        return f"(no log: {error.message})"
-    return str(answer.get("log", "")) if isinstance(answer, dict) else str(answer)
+        return f"({error.message})"

@@ -69,12 +69,14 @@ def serve_until_ended(settings: Settings, place: DataDir, lock: HeldLock, as_jso
     import uvloop
 
     from control_plane.app import serve
+    from control_plane.errors import StokerError
 
     log_path = place.path / "logs" / "control.log"
     open_log(log_path)
 
     def listening(url: str) -> None:
         lock.announce(url)
+        place.announce(url, lock.pid)
         told = {
             "url": url,
             "data_dir": str(place.path),
@@ -95,6 +97,7 @@ def serve_until_ended(settings: Settings, place: DataDir, lock: HeldLock, as_jso
 
     try:
         uvloop.run(serve(settings, on_listening=listening))
+        place.withdraw()
     except OSError as error:
         if error.errno not in CANNOT_LISTEN:
             raise
@@ -103,9 +106,8 @@ def serve_until_ended(settings: Settings, place: DataDir, lock: HeldLock, as_jso
             "choose another --port (0 takes a free one) or --host",
             code="cannot_listen",
         ) from error
-    except KeyboardInterrupt:
-        # A second Ctrl-C: what was in flight is in the journal and goes on with the next `stoker up`.
-        raise SystemExit(130) from None
+    except StokerError as error:
+        raise CommandError(error.message, "see the log " + str(log_path), code=error.code) from error
 
 
 def where(place: DataDir) -> str:
