@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from autoscaler.decision import Decision, Observed, Phase, ReplicaView, ScalingSpec
+from autoscaler.decision import Decision, Observed, Phase, Reason, ReplicaView, ScalingSpec
 from autoscaler.scaling import choose_victims, decide, warm_workers
 from control_plane.decisions import Decisions
 from control_plane.dispatch import Dispatcher
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 NO_ROOM_AGAIN_S: Final = 1.0
 """Memory freed by others raises no event here: this often a start that found no room is tried again."""
+_WELL: Final = frozenset({Reason.AT_TARGET, Reason.KEEP_ALIVE})
 WINDOW_S: Final = DEMAND_WINDOW_NS / 1e9
 
 
@@ -392,8 +393,12 @@ class ControlLoop:
             )
 
     def _tell(self, key: FunctionKey, decision: Decision, have: int) -> None:
-        """A decision is recorded when it changes something or when its reason is another than before."""
-        told = f"{decision.reason}:{decision.desired}"
+        """Recorded is what changes something, or holds something for another reason than before. That all is well is
+        only news after it was not."""
+        if decision.desired == have and decision.reason in _WELL:
+            self._told.pop(key, None)
+            return
+        told = f"{decision.reason}:{have}:{decision.desired}"
         if self._told.get(key) == told:
             return
         self._told[key] = told

@@ -40,6 +40,9 @@ class Adoption:
         self._dispatcher.requests[live.request_id] = live
         self._waiting.setdefault(replica_id, {})[live.request_id] = live
 
+    def expects(self, replica_id: str) -> bool:
+        return replica_id in self._waiting
+
     def claim(self, replica_id: str, running: Iterable[tuple[str, int]]) -> list[tuple[LiveRequest, int]]:
         """The requests that replica runs for us; what we looked for there in vain waits for another replica."""
         looked_for = self._waiting.pop(replica_id, {})
@@ -82,7 +85,8 @@ class Seating:
 
     def replica_changed(self, status: ReplicaStatus) -> None:
         replica_id = status.replica_id
-        serving = status.state is ReplicaState.READY or (status.state is ReplicaState.DRAINING and status.port != 0)
+        finishing = status.state is ReplicaState.DRAINING and self.adoption.expects(replica_id)
+        serving = status.state is ReplicaState.READY or finishing
         if serving and replica_id not in self._seats and replica_id not in self._connecting:
             self._connecting.add(replica_id)
             self._spawn(self._connect(replica_id))

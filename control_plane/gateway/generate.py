@@ -254,11 +254,10 @@ async def _several(
     """Several prompts in one completion: a request each, answered together."""
     maker = await context.prompts.get(servable.manifest_path)
     context_tokens = servable.context_tokens(maker.manifest.context_length)
-    seed = parsed.sampling.seed if parsed.sampling.seed is not None else secrets.randbits(62)
     kv_scope = await context.keys.kv_scope(principal.tenant)
     origins: list[Origin] = []
-    for index, prompt in enumerate(prompts):
-        sampling = maker.sampling(parsed.sampling, len(prompt), context_tokens, seed + index)
+    for prompt in prompts:
+        sampling = maker.sampling(parsed.sampling, len(prompt), context_tokens, secrets.randbits(63))
         echo = maker.text(prompt) if parsed.echo else ""
         origins.append(_origin(principal, parsed, servable, prompt, sampling, echo, kv_scope))
     lives: list[LiveRequest | None] = []

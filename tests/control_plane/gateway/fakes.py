@@ -1,0 +1,309 @@
+"""Replicas and a slot in this very process, speaking the real protocol: what they do is the test's to say."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from control_plane.backends.base import SlotListener, SlotUnavailable
+from function_runtime.protocol import (
+    Accepted,
+    Attach,
+    Attached,
+    Cancel,
+    DeviceTime,
+    Failed,
+    Finished,
+    FinishReason,
+    FrameBuffer,
+    Hello,
+    Progress,
+    ReplicaError,
+    ReplicaSpec,
+    ReplicaState,
+    ReplicaStatus,
+    ReplicaTime,
+    Settled,
+    SlotState,
+    Submit,
+    TokenEvent,
+    Tokens,
+    Unknown,
+    Welcome,
+    Work,
+    decode_gateway,
+    encode,
+)
+
+GatewayWord = Hello | Submit | Attach | Cancel | Settled
+
+
+def token_text(seed: int, choice: int, position: int) -> str:
+    """What a fake replica says at a position (from 0) of a choice: the same on every replica."""
+    return f" {choice}.{position}.{seed % 1000}"
+
+
+@dataclass
+class Behaviour:
+    """How fake replicas of a slot behave; may be changed at any time."""
+
+    token_s: float = 0.0
+    """Pause before each step."""
+    start_s: float = 0.0
+    start_error: ReplicaError | None = None
+    max_requests: int = 32
+    silent: bool = False
+    """Accepts work and never says a token."""
+    stop_after: int | None = None
+    """Stops speaking of a request after this many tokens."""
+    fail: Failed | None = None
+    """Answer every submission with this (ids filled in)."""
+    never_ready: bool = False
+    finish: FinishReason = FinishReason.LENGTH
+
+
+@dataclass
+class FakeReplica:
+    spec: ReplicaSpec
+    behaviour: Behaviour
+    token: str = field(default_factory=lambda: secrets.token_hex(8))
+    words: list[GatewayWord] = field(default_factory=list)
+    works: list[Work] = field(default_factory=list)
+    dead: bool = False
+    server: asyncio.Server | None = None
+    port: int = 0
+    _writers: list[asyncio.StreamWriter] = field(default_factory=list)
+    _running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _held: dict[str, list[Any]] = field(default_factory=dict)
+    _epochs: dict[str, int] = field(default_factory=dict)
+
+    async def listen(self) -> None:
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self.server.sockets[0].getsockname()[1]
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        frames = FrameBuffer()
+        self._writers.append(writer)
+        try:
+            while data := await reader.read(1 << 16):
+                for body in frames.feed(data):
+                    self._hear(decode_gateway(body), writer)
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+    def _hear(self, word: GatewayWord, writer: asyncio.StreamWriter) -> None:
+        self.words.append(word)
+        if isinstance(word, Hello):
+            running = tuple(self._epochs.items())
+            spec = self.spec
+            self._say(Welcome(spec.replica_id, spec.function, spec.revision, spec.identity,
+                              min(spec.options.max_requests, self.behaviour.max_requests), 8192, running))  # fmt: skip
+        elif isinstance(word, Submit):
+            work = word.work
+            self.works.append(work)
+            self._epochs[work.request_id] = work.epoch
+            self._held[work.request_id] = []
+            self._running[work.request_id] = asyncio.create_task(self._run(work))
+        elif isinstance(word, Attach):
+            if word.request_id not in self._epochs:
+                self._say(Unknown(word.request_id, word.epoch))
+                return
+            self._say(Attached(word.request_id, word.epoch))
+            for message in self._held[word.request_id]:
+                if isinstance(message, Tokens):
+                    skip = word.after_seq + 1 - message.first_seq
+                    if skip >= len(message.events):
+                        continue
+                    if skip > 0:
+                        message = msgspec.structs.replace(
+                            message, first_seq=word.after_seq + 1, events=message.events[skip:]
+                        )
+                self._say(message)
+        elif isinstance(word, Cancel):
+            task = self._running.pop(word.request_id, None)
+            if task is not None:
+                task.cancel()
+            last = sum(len(m.events) for m in self._held.get(word.request_id, ()) if isinstance(m, Tokens))
+            before = next((len(w.produced) for w in self.works if w.request_id == word.request_id), 0)
+            self._say(Finished(word.request_id, word.epoch, before + last, True, DeviceTime(5, 5)))
+        elif isinstance(word, Settled):
+            self._epochs.pop(word.request_id, None)
+
+    async def _run(self, work: Work) -> None:
+        behaviour = self.behaviour
+        if behaviour.fail is not None:
+            self._tell(work, msgspec.structs.replace(behaviour.fail, request_id=work.request_id, epoch=work.epoch))
+            return
+        self._tell(work, Accepted(work.request_id, work.epoch, recomputed_tokens=len(work.produced)))
+        sampling = work.sampling
+        made = [sum(event.choice == choice for event in work.produced) for choice in range(sampling.n)]
+        seq = len(work.produced) + 1
+        first = True
+        while any(count < sampling.max_tokens for count in made):
+            while behaviour.silent or (behaviour.stop_after is not None and seq > behaviour.stop_after):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(behaviour.token_s)
+            events = []
+            for choice in range(sampling.n):
+                if made[choice] < sampling.max_tokens:
+                    text = token_text(sampling.seed, choice, made[choice])
+                    made[choice] += 1
+                    finish = behaviour.finish if made[choice] == sampling.max_tokens else None
+                    events.append(TokenEvent(choice, made[choice], text, finish))
+            message = Tokens(work.request_id, work.epoch, seq, tuple(events), DeviceTime(100, seq * 10), 0,
+                             (0, len(work.prompt)) if first else ())  # fmt: skip
+            first = False
+            seq += len(events)
+            self._tell(work, message)
+        self._tell(work, Finished(work.request_id, work.epoch, seq - 1, False, DeviceTime(100, seq * 10)))
+
+    def _tell(self, work: Work, message: Any) -> None:
+        self._held[work.request_id].append(message)
+        self._say(message)
+
+    def _say(self, message: Any) -> None:
+        for writer in self._writers:
+            if not writer.is_closing():
+                writer.write(encode(message))
+
+    def heartbeat(self) -> None:
+        self._say(Progress(1, len(self._running), 0, 0, 1, ReplicaTime()))
+
+    async def cut_connections(self) -> None:
+        """The connections break; the replica lives on."""
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    async def die(self) -> None:
+        self.dead = True
+        for task in self._running.values():
+            task.cancel()
+        if self.server is not None:
+            self.server.close()
+        await self.cut_connections()
+
+
+class FakeSlot:
+    """A backend with one slot in this process."""
+
+    def __init__(self, behaviour: Behaviour | None = None) -> None:
+        self.behaviour = behaviour or Behaviour()
+        self.replicas: dict[str, FakeReplica] = {}
+        self.statuses: dict[str, ReplicaStatus] = {}
+        self.started: list[ReplicaSpec] = []
+        self.ended: list[tuple[str, str]] = []
+        self.in_reach = True
+        self.warm_target = 0
+        self.incarnation = "one"
+        self.on_start: Callable[[ReplicaSpec], None] = lambda spec: None
+        self._listener: SlotListener | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def slot_ids(self) -> tuple[str, ...]:
+        return ("slot-0",)
+
+    @property
+    def living(self) -> list[FakeReplica]:
+        return [replica for replica in self.replicas.values() if not replica.dead]
+
+    async def start(self, listener: SlotListener) -> None:
+        self._listener = listener
+        self.tell_state()
+
+    def tell_state(self) -> None:
+        if self._listener is not None:
+            self._listener.slot_state(
+                "slot-0",
+                SlotState("slot-0", 1, self.incarnation, True, 0, self.warm_target, 0, 0,
+                          replicas=tuple(self.statuses.values())),
+            )  # fmt: skip
+
+    async def close(self, *, end_agents: bool, grace_s: float) -> None:
+        self._listener = None
+
+    async def shut(self) -> None:
+        """The end of the test: everything goes."""
+        for replica in self.living:
+            await replica.die()
+        for task in self._tasks:
+            task.cancel()
+
+    def free_bytes(self, slot_id: str) -> int:
+        return 1 << 40
+
+    def _tell(self, replica_id: str, **changes: Any) -> None:
+        status = self.statuses[replica_id] = msgspec.structs.replace(self.statuses[replica_id], **changes)
+        if self._listener is not None:
+            self._listener.replica_changed("slot-0", status)
+
+    async def start_replica(self, slot_id: str, spec: ReplicaSpec) -> ReplicaStatus:
+        if not self.in_reach:
+            raise SlotUnavailable("out of reach")
+        self.started.append(spec)
+        self.on_start(spec)
+        status = ReplicaStatus(spec.replica_id, spec.function, spec.revision, ReplicaState.STARTING, spec,
+                               pid=1, created_us=time.time_ns() // 1000)  # fmt: skip
+        self.statuses[spec.replica_id] = status
+        self._spawn(self._become_ready(spec))
+        return status
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _become_ready(self, spec: ReplicaSpec) -> None:
+        await asyncio.sleep(self.behaviour.start_s)
+        now_us = time.time_ns() // 1000
+        if self.behaviour.start_error is not None:
+            self._tell(spec.replica_id, state=ReplicaState.FAILED, error=self.behaviour.start_error, ended_us=now_us,
+                       exit="exit 1")  # fmt: skip
+            return
+        if self.behaviour.never_ready:
+            return
+        replica = FakeReplica(spec, self.behaviour)
+        await replica.listen()
+        self.replicas[spec.replica_id] = replica
+        self._tell(spec.replica_id, state=ReplicaState.READY, port=replica.port, token=replica.token, ready_us=now_us)
+
+    async def end_replica(self, slot_id: str, replica_id: str, grace_s: float, reason: str) -> None:
+        self.ended.append((replica_id, reason))
+        self._tell(replica_id, state=ReplicaState.DRAINING)
+        self._spawn(self._drain(replica_id))
+
+    async def _drain(self, replica_id: str) -> None:
+        replica = self.replicas.get(replica_id)
+        if replica is not None:
+            while any(not task.done() for task in replica._running.values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+            await replica.die()
+        held = (time.time_ns() // 1000) - self.statuses[replica_id].created_us
+        self._tell(replica_id, state=ReplicaState.ENDED, exit="exit 0", ended_us=time.time_ns() // 1000,
+                   time=ReplicaTime(held_us=held, cold_us=held))  # fmt: skip
+
+    async def kill(self, replica: FakeReplica) -> None:
+        """Like kill -9: connections break, then the agent notices."""
+        await replica.die()
+        held = (time.time_ns() // 1000) - self.statuses[replica.spec.replica_id].created_us
+        self._tell(replica.spec.replica_id, state=ReplicaState.FAILED, exit="signal 9",
+                   ended_us=time.time_ns() // 1000, time=ReplicaTime(held_us=held),
+                   error=ReplicaError("killed", "signal 9", True))  # fmt: skip
+
+    async def warm(self, slot_id: str, workers: int) -> None:
+        self.warm_target = workers
+
+    async def warm_pool(self, slot_id: str, manifest_path: str, dtype: str) -> None:
+        pass
+
+    async def replica_log(self, slot_id: str, replica_id: str, tail_lines: int) -> str:
+        return "a line\n"

@@ -1,0 +1,89 @@
+"""A disk that is full: new requests are told so, what was accepted is kept and delivered when it is back."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from typing import Any
+
+import pytest
+
+from control_plane.database import Database
+from tests.control_plane.gateway.conftest import Plane, Stream, body, text_of, until
+from tests.control_plane.gateway.fakes import token_text
+
+
+class FullDisk:
+    """Makes every transaction of a database fail while `full`."""
+
+    def __init__(self, database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.full = False
+        transact = database._transact
+
+        def failing(group: list[Any]) -> None:
+            if self.full:
+                error = sqlite3.OperationalError("database or disk is full")
+                error.sqlite_errorcode = sqlite3.SQLITE_FULL  # type: ignore[misc]
+                raise error
+            transact(group)
+
+        monkeypatch.setattr(database, "_transact", failing)
+
+
+async def test_new_requests_get_503_with_the_reason_and_service_returns_by_itself(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await plane.deploy()
+    disk = FullDisk(plane.context.db, monkeypatch)
+    disk.full = True
+    async with plane.post(body()) as response:
+        error = (await response.json())["error"]
+    assert (response.status, error["code"]) == (503, "storage_unavailable")
+    assert "full" in error["message"]
+    assert int(response.headers["Retry-After"]) >= 1
+    async with plane.get("/health/ready") as response:
+        assert response.status == 503
+    disk.full = False
+    async with plane.post(body()) as response:
+        assert response.status == 200
+    async with plane.get("/health/ready") as response:
+        assert response.status == 200
+
+
+async def test_tokens_of_accepted_requests_wait_for_the_disk_and_none_is_lost(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane.slot.behaviour.token_s = 0.005
+    await plane.deploy()
+    disk = FullDisk(plane.context.db, monkeypatch)
+    async with plane.post(body(stream=True, max_tokens=60)) as response:
+        stream = Stream(response)
+        events = []
+        async for event in stream.events():
+            events.append(event)
+            if event[0] == 10:
+                disk.full = True
+                break
+        await asyncio.sleep(0.3)
+        live = next(iter(plane.context.dispatcher.requests.values()))
+        assert live.log.last_seq < 60
+        disk.full = False
+        events += await stream.all()
+    assert text_of(events) == "".join(token_text(7, 0, position) for position in range(60))
+    assert [place for place, _ in events] == [*range(1, 61), 60]
+    await until(lambda: not plane.context.dispatcher.requests)
+
+
+async def test_without_a_log_a_function_still_answers_and_a_death_is_an_honest_error(plane: Plane) -> None:
+    plane.slot.behaviour.token_s = 0.01
+    await plane.deploy(durability="off")
+    async with plane.post(body(stream=True)) as response:
+        assert text_of(await Stream(response).all()) == "".join(token_text(7, 0, p) for p in range(5))
+    response = await plane.post(body(stream=True, max_tokens=100))
+    request_id = response.headers["x-request-id"]
+    await until(lambda: plane.context.dispatcher.requests)
+    await plane.restart()
+    async with plane.get(f"/v1/completions/{request_id}/stream") as response:
+        text = await response.text()
+    assert "gateway_lost" in text
+    assert "durability: off" in text
