@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from model_loader.tokenizer import Tokenizer
 from torch import Tensor
 
 from function_runtime.engine import sealing
@@ -44,6 +43,7 @@ from function_runtime.engine.step import Drawn, StepRunner
 from function_runtime.engine.weights import map_weights
 from function_runtime.protocol import EngineOptions, TokenEvent, Work
 from model_loader.manifest import ModelConfig
+from model_loader.tokenizer import Tokenizer
 
 _DTYPE_NAMES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -330,12 +330,12 @@ def _admitted(request: Request, stored: Usable) -> Admitted:
     work = request.work
     longest = max(len(choice.tokens) for choice in request.choices)
     loaded = stored.prompt + stored.steps
-    resumed = bool(work.produced or work.prefill_ends)
+    resumed = bool(work.produced or work.prefill_ends or loaded)
     recomputed = max(0, len(request.prompt) + longest - loaded) if resumed else 0
     if not resumed:
         return Admitted(work.request_id, work.epoch, loaded, 0, exact=True, detail="")
     if not work.prefill_ends:
-        exact, detail = stored.prompt == len(request.prompt), "the first attempt's prefill schedule is not known"
+        exact, detail = False, "the first attempt's prefill schedule is not known"
     elif stored.prompt < work.prefill_ends[0]:
         exact, detail = False, f"the first attempt took {work.prefill_ends[0]} positions from a prefix cache"
     else:
