@@ -171,8 +171,8 @@ def _read_header(cursor: _Cursor, path: Path, file_index: int) -> GgufHeader:
     tensor_count, pair_count = cursor.unpack(_U64), cursor.unpack(_U64)
     if (tensor_count + pair_count) * 12 > cursor.size:
         raise FormatError(
-            f"{path} is truncated or foreign: {tensor_count} tensors and {pair_count} keys are announced, more than its "
-            f"{cursor.size} bytes can hold"
+            f"{path} is truncated or foreign: {tensor_count} tensors and {pair_count} keys are announced, more than "
+            f"its {cursor.size} bytes can hold"
         )
     metadata: dict[str, Any] = {}
     for _ in range(pair_count):

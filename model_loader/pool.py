@@ -20,7 +20,7 @@ from typing import Final
 
 from model_loader.errors import FormatError, LoaderError, OutOfSpace, from_os_error
 from model_loader.llama_layout import ITEM_BYTES, prepared_bytes, recipe_name
-from model_loader.manifest import Manifest
+from model_loader.manifest import Manifest, SourceFile
 from model_loader.pool_state import EntryState, transition
 from model_loader.prepared import PreparedFile
 from model_loader.progress import Progress
@@ -89,6 +89,7 @@ class WarmPool:
         self.budget_bytes = budget_bytes
         self._run_prepare = run_prepare
         self._entries: dict[str, _Entry] = {}
+        self._manifests: dict[Path, tuple[SourceFile, Manifest]] = {}
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
@@ -122,7 +123,7 @@ class WarmPool:
         started_ns = time.monotonic_ns()
         if dtype not in ITEM_BYTES:
             raise FormatError(f"dtype {dtype!r} is not known; choose {', '.join(ITEM_BYTES)}")
-        manifest = await asyncio.to_thread(Manifest.load, manifest_path)
+        manifest = await self._manifest(manifest_path)
         entry = self._entry(manifest.identity, dtype)
         entry.holders.add(holder)
         if on_progress is not None:
@@ -194,6 +195,15 @@ class WarmPool:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # --- one entry ----------------------------------------------------------------------------------------------
+
+    async def _manifest(self, path: Path) -> Manifest:
+        """Parsed once per version of the file: a start from the pool has no milliseconds to spare."""
+        found = SourceFile.of(path)
+        known = self._manifests.get(path)
+        if known is None or known[0] != found:
+            known = (found, await asyncio.to_thread(Manifest.load, path))
+            self._manifests[path] = known
+        return known[1]
 
     def _entry(self, identity: str, dtype: str) -> _Entry:
         key = pool_key(identity, dtype)

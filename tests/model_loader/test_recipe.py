@@ -105,7 +105,8 @@ def test_values_beyond_float16_are_refused_with_a_remedy() -> None:
 def test_a_tied_head_is_absent(tmp_path: Path, imported: Import) -> None:
     manifest = imported(make_tiny_llama(tmp_path / "tied", tie=True))
     prepare(manifest, "float32", tmp_path / "out")
-    assert "lm_head" not in PreparedFile.open(tmp_path / "out", verify=True).keys()
+    names = PreparedFile.open(tmp_path / "out", verify=True).keys()
+    assert "lm_head" not in names
 
 
 def test_progress_ends_at_the_total(tiny: Path, tmp_path: Path, imported: Import) -> None:
