@@ -190,14 +190,15 @@ class Slot:
         replica.worker, replica.pid = worker, worker.pid
         replica.add_stage("worker", begin_ns, detail="waiting" if replica.warm_worker else "started")
         worker.say(Specialise(replica.spec, replica.token, str(log_path), replica.created_ns))
-        if checkpoint.done():
-            worker.say(Prepared((await checkpoint).path))
         replica.go(ReplicaState.LOADING)
+        handed = checkpoint.done()
+        if handed:
+            worker.say(Prepared((await checkpoint).path))
         try:
             await asyncio.wait_for(asyncio.shield(worker.taken), TAKEN_WITHIN_S)
         except TimeoutError as error:
             raise WorkerLost(f"worker {worker.pid} did not take its spec within {TAKEN_WITHIN_S:g} s") from error
-        if not checkpoint.done():
+        if not handed:
             await asyncio.wait([checkpoint, worker.gone], return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]
             if worker.gone.done():
                 raise WorkerLost(f"worker {worker.pid} ended while its checkpoint was prepared")
