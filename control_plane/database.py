@@ -136,10 +136,12 @@ class Database:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             await asyncio.to_thread(database._migrate)
-        except (sqlite3.Error, OSError) as error:
+        except BaseException as error:
             if database._writer is not None:
                 database._writer.close()
-            raise _unavailable(error) from error
+            if isinstance(error, sqlite3.Error | OSError):
+                raise _unavailable(error) from error
+            raise
         database._readers = ThreadPoolExecutor(
             database.settings.reader_threads, thread_name_prefix="db-read"
         )

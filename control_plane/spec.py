@@ -314,12 +314,14 @@ def parse_yaml(text: str) -> FunctionSpec:
             return super().compose_node(parent, index)
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            seen: set[Any] = set()
+            seen: set[str] = set()
             for key_node, _ in node.value:
                 key = key_node.value
+                if not isinstance(key, str):
+                    raise InvalidRequest(f"line {key_node.start_mark.line + 1}: not YAML of a spec: a key is text")
                 if key in seen:
                     raise InvalidRequest(
-                        f"line {key_node.start_mark.line + 1}: {key} is given twice", param=str(key)
+                        f"line {key_node.start_mark.line + 1}: {key} is given twice", param=key
                     )
                 seen.add(key)
             return super().construct_mapping(node, deep=deep)
@@ -331,8 +333,11 @@ def parse_yaml(text: str) -> FunctionSpec:
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
         problem = getattr(error, "problem", None) or str(error)
         raise InvalidRequest(f"{place}not YAML: {problem}") from None
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"not YAML: {error}") from None
+    except InvalidRequest:
+        raise
+    except Exception as error:
+        # Constructors of explicit tags (`!!int ""`) raise whatever they happen to trip over.
+        raise InvalidRequest(f"not YAML: {type(error).__name__}: {error}") from None
     return parse_mapping(value)
 
 

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+from control_plane.api import routes
+from control_plane.api.middleware import error_middleware
+from control_plane.context import AppContext
+from control_plane.database import Database
+from control_plane.functions import FunctionStore
+from control_plane.settings import ModelSettings
+from control_plane.tenants import Keys, Role
+
+
+@dataclass
+class Service:
+    """The API over a real database, and keys to call it with."""
+
+    client: TestClient[Any, Any]
+    database: Database
+    keys: Keys
+    functions: FunctionStore
+    admin: str
+    user: str
+
+    @property
+    def url(self) -> str:
+        return str(self.client.make_url("/")).rstrip("/")
+
+    async def call(
+        self, method: str, path: str, *, key: str | None = None, status: int = 200, **given: Any
+    ) -> dict[str, Any]:
+        headers = {"Authorization": f"Bearer {key or self.admin}", **given.pop("headers", {})}
+        async with self.client.request(method, path, headers=headers, **given) as response:
+            body: dict[str, Any] = await response.json()
+            assert response.status == status, body
+            assert response.headers["x-request-id"]
+            return body
+
+
+@pytest.fixture
+async def service(tmp_path: Path) -> AsyncIterator[Service]:
+    database = await Database.open(tmp_path / "stoker.db")
+    keys = Keys(database)
+    functions = FunctionStore(database, ModelSettings(allowed=("pypi://*", "hf://*")))
+    context = cast(AppContext, SimpleNamespace(db=database, keys=keys, functions=functions))
+    app = web.Application(middlewares=[error_middleware])
+    app.add_routes(routes(context))
+
+    async def fall_over(request: web.Request) -> web.Response:
+        raise RuntimeError("a secret of the inside")
+
+    app.router.add_get("/fall-over", fall_over)
+    _, admin = await keys.create("default", "admin", Role.ADMIN)
+    _, user = await keys.create("default", "user", Role.USER)
+    async with TestClient(TestServer(app, host="127.0.0.1")) as client:
+        yield Service(client, database, keys, functions, admin, user)
+    await database.close()
