@@ -15,6 +15,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 
@@ -51,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 1024
 EXIT_AT_ONCE = 130
+SWITCH_S = 0.0005
+"""How long the event loop may keep the interpreter from the journal's writer: a commit waits that much at most."""
 DEFAULT_LIMITS = TimeLimits(600.0, 120.0, 120.0, 60.0, 3600.0)
 """For an adopted request whose function is gone."""
 
@@ -199,6 +202,7 @@ async def serve(settings: Settings, on_listening: Callable[[str], None] | None =
     host = f"[{settings.http.host}]" if ":" in settings.http.host else settings.http.host
     context = await open_context(settings)
     _handle_signals(context)
+    sys.setswitchinterval(SWITCH_S)
     runner = web.AppRunner(
         build_app(context), access_log=None, handler_cancellation=True, shutdown_timeout=0.5, keepalive_timeout=75.0
     )

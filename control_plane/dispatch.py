@@ -52,8 +52,8 @@ class Dispatcher:
         self._queue = queue
         self.requests: dict[str, LiveRequest] = {}
         self.lanes: dict[tuple[FunctionKey, str], Lane] = {}
-        self.on_demand: Callable[[FunctionKey], None] = lambda key: None
-        """Told of a function whose demand changed."""
+        self.on_demand: Callable[[FunctionKey, bool], None] = lambda key, waiting: None
+        """Told of a function whose demand changed, and whether somebody waits there for a replica."""
         self.on_seat_lost: Callable[[Seat, str], None] = lambda seat, reason: None
         self.unusable: Callable[[FunctionKey, str], str] = lambda key, identity: ""
         """Why no replica of this checkpoint can be had; empty if one can."""
@@ -81,7 +81,7 @@ class Dispatcher:
 
     def _changed(self, lane: Lane) -> None:
         lane.note_demand()
-        self.on_demand(lane.key)
+        self.on_demand(lane.key, bool(lane.waiting))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -122,7 +122,7 @@ class Dispatcher:
         lane.push(request, front=front)
         self._timeouts.arm(request)
         self.pump(lane)
-        self.on_demand(lane.key)
+        self.on_demand(lane.key, bool(lane.waiting))
 
     def pump(self, lane: Lane) -> None:
         """Release as many waiting requests as there are free places."""

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 NO_ROOM_AGAIN_S: Final = 1.0
 """Memory freed by others raises no event here: this often a start that found no room is tried again."""
+CALM_S: Final = 0.05
+"""How late a change of demand that leaves nobody waiting may be seen."""
 _WELL: Final = frozenset({Reason.AT_TARGET, Reason.KEEP_ALIVE})
 WINDOW_S: Final = DEMAND_WINDOW_NS / 1e9
 
@@ -59,6 +61,7 @@ class ControlLoop:
         self._due: asyncio.Handle | None = None
         self._timers: dict[FunctionKey, asyncio.TimerHandle] = {}
         self._starts: dict[tuple[FunctionKey, int], StartRecord] = {}
+        self._calm: dict[FunctionKey, asyncio.TimerHandle] = {}
         self._woken_s: dict[FunctionKey, float] = {}
         self._told: dict[FunctionKey, str] = {}
         self._warm_target = -1
@@ -66,7 +69,7 @@ class ControlLoop:
         self._started_s = time.monotonic()
         self.stopped = False
         self.on_change: Callable[[FunctionKey], None] = lambda key: None
-        dispatcher.on_demand = self.poke
+        dispatcher.on_demand = self._demand_changed
         dispatcher.unusable = self._unusable_identity
         serving.wake = self.wake
         serving.unusable = self.unusable
@@ -81,6 +84,18 @@ class ControlLoop:
         if self._due is None and not self.stopped:
             self._due = asyncio.get_running_loop().call_soon(self._run)
 
+    def _demand_changed(self, key: FunctionKey, waiting: bool) -> None:
+        """Who waits is looked after at once; that demand moved within what there is can wait a little, so that a busy
+        function is not decided upon twice per request."""
+        if waiting:
+            self.poke(key)
+        elif key not in self._calm and not self.stopped:
+            self._calm[key] = asyncio.get_running_loop().call_later(CALM_S, self._calmed, key)
+
+    def _calmed(self, key: FunctionKey) -> None:
+        self._calm.pop(key, None)
+        self.poke(key)
+
     def wake(self, servable: Servable) -> None:
         """Somebody is interested but does not wait: as good as one waiting request, for one start."""
         self._woken_s[servable.key] = time.monotonic()
@@ -89,7 +104,7 @@ class ControlLoop:
 
     def stop(self) -> None:
         self.stopped = True
-        for timer in self._timers.values():
+        for timer in (*self._timers.values(), *self._calm.values()):
             timer.cancel()
         if self._due is not None:
             self._due.cancel()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import random
 import secrets
 import time
 from collections.abc import Iterator
@@ -38,6 +39,8 @@ from control_plane.tenants import ApiKey
 from function_runtime.protocol import Sampling
 
 MAX_IDEMPOTENCY_CHARS: Final = 255
+_random: Final = random.Random(secrets.randbits(256))
+"""For ids and seeds: unlikely to meet, not secret. A system call each would cost more than the rest of the parsing."""
 _encode: Final = msgspec.msgpack.Encoder().encode
 
 
@@ -85,7 +88,7 @@ async def _generate(request: web.Request, endpoint: Endpoint) -> web.StreamRespo
         if key is not None:
             raise InvalidRequest("an Idempotency-Key needs a single prompt", param="prompt")
         return await _several(request, context, principal, parsed, servable, prompts)
-    sampling = maker.sampling(parsed.sampling, len(prompts[0]), context_tokens, secrets.randbits(63))
+    sampling = maker.sampling(parsed.sampling, len(prompts[0]), context_tokens, _random.getrandbits(63))
     echo = maker.text(prompts[0]) if parsed.echo else ""
     kv_scope = await context.keys.kv_scope(principal.tenant)
     accepted = await _accept_shielded(
@@ -126,7 +129,7 @@ def _origin(
 ) -> Origin:
     options = msgspec.structs.replace(parsed.options, echo=echo) if echo else parsed.options
     return Origin(
-        request_id=options.endpoint.id_prefix + secrets.token_hex(16),
+        request_id=f"{options.endpoint.id_prefix}{_random.getrandbits(128):032x}",
         tenant=principal.tenant,
         key_id=principal.id,
         function=servable.function,
@@ -257,7 +260,7 @@ async def _several(
     kv_scope = await context.keys.kv_scope(principal.tenant)
     origins: list[Origin] = []
     for prompt in prompts:
-        sampling = maker.sampling(parsed.sampling, len(prompt), context_tokens, secrets.randbits(63))
+        sampling = maker.sampling(parsed.sampling, len(prompt), context_tokens, _random.getrandbits(63))
         echo = maker.text(prompt) if parsed.echo else ""
         origins.append(_origin(principal, parsed, servable, prompt, sampling, echo, kv_scope))
     lives: list[LiveRequest | None] = []
