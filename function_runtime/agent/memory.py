@@ -1,8 +1,9 @@
 """What the slot's processes hold, and whether what a replica held came back.
 
-The baseline is the memory of the agent, the template and the waiting workers, known per composition of these; after a
-replica's end its process must be gone and the same processes may not hold more than the baseline and a tolerance.
-Limits: proportional set sizes, so that pages shared by forks count once; the pool's own bytes are the pool's.
+At zero the agent, the template and the waiting workers are there; each one's resident size then is its baseline. After
+a replica's end its process must be gone, and none of these may hold more than its baseline and a tolerance.
+Limits: sums over processes are of proportional sizes, so that pages shared by forks count once; the pool's own bytes
+are the pool's.
 """
 
 from __future__ import annotations
@@ -42,20 +43,22 @@ def sample(pids: Iterable[int]) -> dict[int, ReplicaMemory]:
 
 class Baseline:
     def __init__(self) -> None:
-        self._by_composition: dict[frozenset[int], int] = {}
+        self._resident: dict[int, int] = {}
         self.bytes = 0
+        """Proportional size of the whole slot at zero, as last seen."""
 
-    def learn(self, pids: frozenset[int], memory: Mapping[int, ReplicaMemory]) -> None:
-        """Called while no replica lives: this is what the slot holds at zero."""
-        self.bytes = _sum(pids, memory)
-        self._by_composition = {pids: min(self.bytes, self._by_composition.get(pids, self.bytes))}
+    def learn(self, memory: Mapping[int, ReplicaMemory]) -> None:
+        """Called while no replica lives."""
+        self.bytes = sum(held.pss_bytes for held in memory.values())
+        for pid, held in memory.items():
+            self._resident[pid] = min(held.rss_bytes, self._resident.get(pid, held.rss_bytes))
+        self._resident = {pid: resident for pid, resident in self._resident.items() if pid in memory}
 
-    def is_reached(self, gone_pid: int, pids: frozenset[int], memory: Mapping[int, ReplicaMemory]) -> bool:
+    def is_reached(self, gone_pid: int, memory: Mapping[int, ReplicaMemory]) -> bool:
         if gone_pid and os.path.exists(f"/proc/{gone_pid}"):
             return False
-        known = self._by_composition.get(pids)
-        return known is None or _sum(pids, memory) <= known + TOLERANCE_BYTES
-
-
-def _sum(pids: Iterable[int], memory: Mapping[int, ReplicaMemory]) -> int:
-    return sum(memory[pid].pss_bytes for pid in pids if pid in memory)
+        return all(
+            held.rss_bytes <= self._resident[pid] + TOLERANCE_BYTES
+            for pid, held in memory.items()
+            if pid in self._resident
+        )

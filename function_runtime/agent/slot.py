@@ -248,20 +248,19 @@ class Slot:
         return frozenset(pids - {0})
 
     async def _memory_returned(self, replica: Replica) -> bool:
-        own = self.own_pids
-        memory = await asyncio.to_thread(sample, own)
-        return self.baseline.is_reached(replica.pid, own, memory)
+        return self.baseline.is_reached(replica.pid, await asyncio.to_thread(sample, self.own_pids))
 
     async def measure_memory(self) -> None:
         own, live = self.own_pids, self.live
         settled = all(worker.is_warm for worker in self.workers.waiting)
         memory = await asyncio.to_thread(sample, own | {replica.pid for replica in live if replica.pid})
-        self.memory_used_bytes = sum(held.pss_bytes for held in memory.values())
+        self.memory_used_bytes = sum(m.pss_bytes for m in memory.values())
         if not live and not self.live and settled and own == self.own_pids:
-            self.baseline.learn(own, memory)
+            self.baseline.learn(memory)
         for replica in live:
-            if replica.pid and not replica.is_final and memory[replica.pid].rss_bytes:
-                replica.memory = memory[replica.pid]
+            held = memory.get(replica.pid)
+            if held is not None and held.rss_bytes and not replica.is_final:
+                replica.memory = held
 
     # --- the whole ------------------------------------------------------------------------------------------------
 

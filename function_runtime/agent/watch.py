@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import traceback
 from collections.abc import Iterable
 from typing import Final
 
@@ -49,7 +50,11 @@ class Watch:
                 due_s = now_s
                 self.read_at_s = max(self.read_at_s, now_s - self._orphan_s / 2)
                 self._stopped_since.clear()
-            await self._look(now_s, judge=not was_late)
+            try:
+                await self._look(now_s, judge=not was_late)
+            except Exception:
+                # One bad look must not take every replica with it.
+                traceback.print_exc()
 
     async def _look(self, now_s: float, *, judge: bool) -> None:
         slot = self._slot
