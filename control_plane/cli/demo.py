@@ -124,6 +124,7 @@ def deploy(story: Story, service: DemoService, model: str) -> None:
         "name": NAME,
         "model": model,
         "scaling": {"keep_alive": KEEP_ALIVE_S},
+        "timeouts": {"cold_start_s": START_WITHIN_S, "total_s": 300},
         "price": {"device_hour_usd": PRICE},
     }
     began_s = time.monotonic()

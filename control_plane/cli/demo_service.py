@@ -70,6 +70,7 @@ class DemoService:
 
 @contextlib.contextmanager
 def private_service(*, keep: bool) -> Iterator[DemoService]:
+    signal.signal(signal.SIGTERM, interrupt)  # whoever ends the demo ends what it started, too
     directory = Path(tempfile.mkdtemp(prefix="stoker-demo-"))
     place = DataDir.at(directory)
     command = [sys.executable, "-m", "control_plane.cli.main", "up", "--data-dir", str(directory), "--port", "0"]
@@ -89,6 +90,10 @@ def private_service(*, keep: bool) -> Iterator[DemoService]:
             process.wait()
             if not keep:
                 shutil.rmtree(directory, ignore_errors=True)
+
+
+def interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def await_ready(client: Client, process: subprocess.Popen[bytes], directory: Path) -> None:
