@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model_loader.errors import FormatError
-from model_loader.manifest import ModelConfig, TensorEntry
+from model_loader.manifest import ModelConfig, SourceFile, TensorEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,8 @@ class Description:
     """Without digests."""
     files: tuple[Path, ...]
     """Where the tensors' bytes lie; `TensorEntry.file` counts into it."""
-    read_files: tuple[Path, ...]
-    """Every file that was read, these included: a change of any makes an import stale."""
+    read_files: tuple[SourceFile, ...]
+    """Every file that was read, as it was before it was read, these included: a change of any makes an import stale."""
     tokenizer: bytes
     """tokenizer.json"""
     chat_template: str | None

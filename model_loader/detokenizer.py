@@ -19,12 +19,11 @@ class TokenPieces(Protocol):
 
 
 class Detokenizer:
-    __slots__ = ("_decoder", "_held", "_longest", "_skip_special", "_stop", "_tokenizer", "stopped")
+    __slots__ = ("_decoder", "_held", "_skip_special", "_stop", "_tokenizer", "stopped")
 
     def __init__(self, tokenizer: TokenPieces, stop: tuple[str, ...], skip_special: bool = True) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(text for text in stop if text)
-        self._longest = max((len(text) for text in self._stop), default=0)
         self._skip_special = skip_special
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
@@ -72,8 +71,12 @@ class Detokenizer:
 
     def _possible_stop(self, text: str) -> int:
         """Length of the longest end of `text` that begins a stop string."""
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            end = text[-length:]
-            if any(stop.startswith(end) for stop in self._stop):
-                return length
-        return 0
+        longest = 0
+        for stop in self._stop:
+            at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+            while 0 <= at < len(text) - longest:
+                if stop.startswith(text[at:]):
+                    longest = len(text) - at
+                    break
+                at = text.find(stop[0], at + 1)
+        return longest

@@ -15,7 +15,7 @@ from model_loader.description import Description, reading
 from model_loader.errors import FormatError, SourceMissing, SourceRefused
 from model_loader.llama_config import config_from_hugging_face
 from model_loader.llama_layout import check_tensors
-from model_loader.manifest import TOKENIZER_NAME
+from model_loader.manifest import TOKENIZER_NAME, SourceFile
 from model_loader.safetensors_format import INDEX_NAME, find_files, read_safetensors
 
 _MAX_JSON_BYTES: Final = 256 * 1024 * 1024
@@ -28,13 +28,13 @@ def describe_directory(root: Path) -> Description:
 
 
 def _describe(root: Path) -> Description:
-    read: list[Path] = []
+    read: list[SourceFile] = []
 
     def optional(name: str) -> dict[str, Any]:
         path = root / name
         if not path.exists():
             return {}
-        read.append(path)
+        read.append(SourceFile.of(path))
         return _read_json(path)
 
     if not (root / "config.json").exists():
@@ -42,7 +42,10 @@ def _describe(root: Path) -> Description:
     _refuse_pickles(root)
     document = optional("config.json")
     config = config_from_hugging_face(document, str(root / "config.json"))
+    if (root / INDEX_NAME).exists():
+        read.append(SourceFile.of(root / INDEX_NAME))
     files = find_files(root)
+    read += [SourceFile.of(path) for path in files]
     entries = read_safetensors(root, files)
     if not (root / TOKENIZER_NAME).exists():
         raise SourceMissing(f"{root} has no tokenizer.json; save the tokenizer with transformers to make one")
@@ -50,8 +53,6 @@ def _describe(root: Path) -> Description:
     tokenizer = (root / TOKENIZER_NAME).read_bytes()
     settings, generation = optional("tokenizer_config.json"), optional("generation_config.json")
     template = _chat_template(root, settings, read)
-    if (root / INDEX_NAME).exists():
-        read.append(root / INDEX_NAME)
     vocabulary = _vocabulary(tokenizer_document)
     bos_token, eos_token = _token_text(settings.get("bos_token")), _token_text(settings.get("eos_token"))
     ends = _token_ids(generation.get("eos_token_id"), root) or _token_ids(document.get("eos_token_id"), root)
@@ -66,7 +67,7 @@ def _describe(root: Path) -> Description:
         config=config,
         tensors=check_tensors(config, entries, str(root)),
         files=files,
-        read_files=(*files, *read),
+        read_files=tuple(read),
         tokenizer=tokenizer,
         chat_template=template,
         bos_token=bos_token or (texts.get(bos) if bos is not None else None),
@@ -99,10 +100,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     return document
 
 
-def _chat_template(root: Path, settings: Mapping[str, Any], read: list[Path]) -> str | None:
+def _chat_template(root: Path, settings: Mapping[str, Any], read: list[SourceFile]) -> str | None:
     path = root / "chat_template.jinja"
     if path.exists():
-        read.append(path)
+        read.append(SourceFile.of(path))
         try:
             return path.read_text("utf-8")
         except UnicodeDecodeError as error:

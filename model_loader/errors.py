@@ -8,8 +8,8 @@
     ├── FormatError            truncated, foreign or contradictory bytes
     │   └── UnsupportedArchitecture
     ├── IntegrityError         bytes differ from what their digest promises
-    ├── PreparationLost        the process that prepared it was killed
     ├── OutOfSpace             disk, tmpfs or the pool's budget
+    ├── TextError              a text that cannot be tokenised
     ├── TemplateError          a chat template that does not compile or refuses its messages
     └── StoreError             object store
         └── MissingObject
@@ -58,14 +58,13 @@ class IntegrityError(LoaderError):
     code = "model_integrity_failed"
 
 
-class PreparationLost(LoaderError):
-    code = "model_preparation_lost"
-    retry = True
-
-
 class OutOfSpace(LoaderError):
     code = "out_of_space"
     retry = True
+
+
+class TextError(LoaderError):
+    code = "text_invalid"
 
 
 class TemplateError(LoaderError):
@@ -86,7 +85,7 @@ _KINDS: dict[str, type[LoaderError]] = {
     kind.code: kind
     for kind in (
         LoaderError, SourceError, SourceMissing, SourceRefused, SourceUnavailable, FormatError,
-        UnsupportedArchitecture, IntegrityError, PreparationLost, OutOfSpace, TemplateError, StoreError, MissingObject,
+        UnsupportedArchitecture, IntegrityError, OutOfSpace, TextError, TemplateError, StoreError, MissingObject,
     )
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ from model_loader.gguf_format import ROPE_FACTORS, read_gguf
 from model_loader.gguf_tokenizer import adds_bos, build_tokenizer
 from model_loader.llama_config import config_from_gguf
 from model_loader.llama_layout import check_tensors
-from model_loader.manifest import TensorEntry
+from model_loader.manifest import SourceFile, TensorEntry
 
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
@@ -25,6 +25,7 @@ def describe_gguf(path: Path) -> Description:
 
 
 def _describe(path: Path) -> Description:
+    before = SourceFile.of(path)
     header = read_gguf(path)
     metadata, what = header.metadata, str(path)
     entries = {t.name: t for t in header.tensors}
@@ -47,7 +48,7 @@ def _describe(path: Path) -> Description:
         config=config,
         tensors=check_tensors(config, entries.values(), what),
         files=(path,),
-        read_files=(path,),
+        read_files=(before,),
         tokenizer=tokenizer,
         chat_template=template if isinstance(template, str) else None,
         bos_token=None if bos is None else tokens[bos],

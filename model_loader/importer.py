@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from model_loader.chat import ChatTemplate
-from model_loader.content import digest_tensor
+from model_loader.content import last_tensors, read_content, refuse_zeros
 from model_loader.description import Description
 from model_loader.directory_checkpoint import describe_directory
 from model_loader.errors import FormatError, LoaderError, SourceUnavailable, from_os_error
@@ -69,9 +69,8 @@ def _import(
     resolved = resolve(uri, models_dir / "sources", allow, progress)
     description = _describe(resolved)
     vocabulary = _check_texts(description, uri)
-    before = [SourceFile.of(path) for path in description.read_files]
     tensors = _digest(description, progress)
-    if [SourceFile.of(path) for path in description.read_files] != before:
+    if not all(file.unchanged() for file in description.read_files):
         raise SourceUnavailable(f"the files of {uri} changed while they were imported: try again")
     special = {
         "bos_token": description.bos_token,
@@ -87,6 +86,7 @@ def _import(
     write_atomically(directory / VOCABULARY_NAME, vocabulary.to_bytes())
     write_atomically(directory / TOKENIZER_NAME, description.tokenizer)
     write_atomically(directory / "config.json", json.dumps(asdict(description.config), indent=2).encode())
+    read = {file.path: file for file in description.read_files}
     manifest = Manifest(
         identity=identity,
         uri=uri,
@@ -95,7 +95,7 @@ def _import(
         architecture=description.architecture,
         config=description.config,
         tensors=tensors,
-        files=tuple(before[description.read_files.index(path)] for path in description.files),
+        files=tuple(read[str(path)] for path in description.files),
         chat_template=description.chat_template,
         bos_token=description.bos_token,
         eos_token=description.eos_token,
@@ -107,7 +107,7 @@ def _import(
         "version": _RECORD_VERSION,
         "uri": uri,
         "identity": identity,
-        "files": [asdict(file) for file in before],
+        "files": [asdict(file) for file in description.read_files],
     }
     write_atomically(record_path, json.dumps(record).encode())
     return manifest
@@ -141,9 +141,12 @@ def _digest(description: Description, progress: ProgressCallback | None) -> tupl
     with contextlib.ExitStack() as stack:
         handles = [stack.enter_context(open(path, "rb", buffering=0)) for path in description.files]
 
+        last = last_tensors(description.tensors)
+
         def digest(entry: TensorEntry) -> TensorEntry:
-            path = description.files[entry.file]
-            return replace(entry, sha256=digest_tensor(handles[entry.file].fileno(), entry, path, reporter.add))
+            content = read_content(handles[entry.file].fileno(), entry, description.files[entry.file], reporter.add)
+            refuse_zeros(content, entry, description.files[entry.file], is_last=entry.name in last)
+            return replace(entry, sha256=content.sha256)
 
         largest_first = sorted(description.tensors, key=lambda t: -t.nbytes)
         pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="digest")

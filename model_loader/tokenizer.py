@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from model_loader.detokenizer import Detokenizer
-from model_loader.errors import FormatError, SourceMissing
+from model_loader.errors import FormatError, SourceMissing, TextError
 from model_loader.manifest import TOKENIZER_NAME
 from model_loader.vocabulary import VOCABULARY_NAME, Vocabulary
 
@@ -53,7 +53,11 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """`add_special_tokens` begins the sequence as the model expects it; a rendered chat template has done so."""
-        return self._loaded().encode(text, add_special_tokens=add_special_tokens).ids
+        backend = self._loaded()
+        try:
+            return backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeError) as error:
+            raise TextError("the text is no valid Unicode: it holds half of a surrogate pair") from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._loaded().decode(list(ids), skip_special_tokens=skip_special_tokens)

@@ -1,5 +1,6 @@
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -10,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from model_loader import importer
+from model_loader.description import Description
 from model_loader.errors import FormatError, LoaderError, SourceRefused, SourceUnavailable
 from model_loader.importer import import_model
 from model_loader.manifest import Manifest
 from model_loader.progress import Progress
 from model_loader.recipe import prepare
+from model_loader.sources import ResolvedModel
 from model_loader.tokenizer import Tokenizer
 from tests.support.checkpoints import make_tiny_llama
 
@@ -232,3 +235,47 @@ def test_killed_at_any_point_an_import_can_be_repeated(tmp_path: Path) -> None:
         seen: list[Progress] = []
         manifest = import_model(f"file://{root}", models, progress=seen.append)
         prepare(manifest, "bfloat16", tmp_path / "out")
+
+
+def test_a_full_disk_is_reported_and_leaves_no_manifest(tiny_gguf: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        command(f"file://{tiny_gguf}", tmp_path / "m"), capture_output=True, text=True, check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000)),
+    )  # fmt: skip
+    event = events(done.stdout)[-1]
+    assert (event["event"], event["code"], event["retry"]) == ("error", "out_of_space", True)
+    assert not list((tmp_path / "m").rglob("manifest.json"))
+    assert not list((tmp_path / "m").rglob("*.tmp"))
+    assert import_model(f"file://{tiny_gguf}", tmp_path / "m").identity
+
+
+def test_a_file_swapped_between_header_and_content_is_not_believed(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    describe = importer._describe
+
+    def swap(resolved: ResolvedModel) -> Description:
+        found = describe(resolved)
+        (tiny / "swapped").write_bytes((tiny / "model.safetensors").read_bytes())
+        os.replace(tiny / "swapped", tiny / "model.safetensors")
+        return found
+
+    monkeypatch.setattr(importer, "_describe", swap)
+    with pytest.raises(SourceUnavailable, match="changed while"):
+        import_model(f"file://{tiny}", tmp_path / "models")
+
+
+def test_a_norm_may_end_in_a_zero(tmp_path: Path, imported: Import) -> None:
+    import numpy as np
+    from safetensors.numpy import load_file, save_file
+
+    root = make_tiny_llama(tmp_path / "m")
+    tensors = {name: values.copy() for name, values in load_file(root / "model.safetensors").items()}
+    tensors["model.norm.weight"][-1] = 0
+    tensors["model.layers.0.self_attn.o_proj.weight"][-3:] = np.float32(0)
+    save_file(tensors, root / "model.safetensors")
+    assert imported(root).identity
+    tensors["model.layers.0.self_attn.o_proj.weight"][:] = np.float32(0)
+    save_file(tensors, root / "model.safetensors")
+    with pytest.raises(FormatError, match="all zero"):
+        imported(root)

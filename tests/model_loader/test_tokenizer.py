@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Reference
 
 from model_loader.byte_alphabet import byte_alphabet
-from model_loader.errors import FormatError, LoaderError, SourceMissing, UnsupportedArchitecture
+from model_loader.errors import FormatError, LoaderError, SourceMissing, TextError, UnsupportedArchitecture
 from model_loader.gguf_tokenizer import build_tokenizer
 from model_loader.manifest import Manifest
 from model_loader.tokenizer import Detokenizer, Tokenizer
@@ -60,6 +60,11 @@ def test_an_id_beyond_the_vocabulary_says_nothing(tiny_tokenizer: tuple[Tokenize
     tokenizer, _ = tiny_tokenizer
     assert tokenizer.token_bytes(100_000) == tokenizer.token_bytes(-1) == b""
     assert not tokenizer.is_special(100_000)
+
+
+def test_half_a_surrogate_pair_is_an_error_of_its_own(tiny_tokenizer: tuple[Tokenizer, Reference]) -> None:
+    with pytest.raises(TextError, match="surrogate"):
+        tiny_tokenizer[0].encode("a\ud800b", True)
 
 
 def test_the_vocabulary_file_is_bounds_checked(tiny_tokenizer: tuple[Tokenizer, Reference], tmp_path: Path) -> None:
