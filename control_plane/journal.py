@@ -15,14 +15,15 @@ import threading
 import time
 from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from control_plane import ledger
 from control_plane import statements as sql
+from control_plane.accounts import Entry, Subject, charge_request
 from control_plane.database import Connection, Database
 from control_plane.errors import Fenced, NotFound, StorageUnavailable, Unprocessable
+from control_plane.history import History, decode_chunks, record_of
 from control_plane.records import (
     Accepted,
     Attempt,
@@ -37,7 +38,7 @@ from control_plane.records import (
 )
 from control_plane.settings import GatewaySettings, RetentionSettings
 from function_runtime.protocol import Accepted as Taken
-from function_runtime.protocol import DeviceTime, KvChunk, TokenEvent
+from function_runtime.protocol import DeviceTime, KvChunk
 
 __all__ = [
     "Accepted",
@@ -55,10 +56,6 @@ __all__ = [
 ]
 
 _encode: Final = msgspec.msgpack.Encoder().encode
-_decode_events: Final = msgspec.msgpack.Decoder(list[TokenEvent]).decode
-_decode_ends: Final = msgspec.msgpack.Decoder(tuple[int, ...]).decode
-_decode_outcome: Final = msgspec.msgpack.Decoder(Outcome).decode
-_decode_chunks: Final = msgspec.msgpack.Decoder(list[KvChunk]).decode
 
 
 def now_us() -> int:
@@ -97,7 +94,7 @@ class RetiredKv:
     """(request id, number) of the rows that `forget_kv` drops."""
 
 
-class Journal:
+class Journal(History):
     def __init__(
         self,
         database: Database,
@@ -106,7 +103,7 @@ class Journal:
         gateway: GatewaySettings | None = None,
     ) -> None:
         self.gateway_id = gateway_id
-        self._database = database
+        super().__init__(database)
         self._retention = retention or RetentionSettings()
         self._gateway = gateway or GatewaySettings()
         self._live: dict[str, _Live] = {}
@@ -154,7 +151,7 @@ class Journal:
                 if owner != self.gateway_id and owner not in living:
                     connection.execute(sql.ADOPT, {"owner": owner, "me": self.gateway_id})
             rows = connection.execute(sql.MINE, {"me": self.gateway_id}).fetchall()
-            return [_record(row) for row in rows]
+            return [record_of(row) for row in rows]
 
         records = await self._database.write(run)
         for record in records:
@@ -202,25 +199,26 @@ class Journal:
         `Fenced` when the request has ended or another gateway owns it."""
 
         def run(connection: Connection) -> int:
-            seen = connection.execute(sql.STANDING, {"id": request_id}).fetchone()
+            seen = _standing(connection, request_id)
             if seen is None:
                 raise NotFound(f"there is no request {request_id}")
-            owner, epoch, state, last_seq = seen[0], seen[1], RequestState(seen[2]), seen[3]
+            now = now_us()
             values = {
                 "id": request_id,
                 "me": self.gateway_id,
-                "epoch": epoch,
+                "epoch": seen.epoch,
                 "replica_id": replica_id,
                 "slot_id": slot_id,
-                "now": now_us(),
-                "last_seq": last_seq,
+                "now": now,
+                "last_seq": seen.last_seq,
             }
-            if state is RequestState.RUNNING:
-                _close_attempt(connection, request_id, epoch, "replaced", None, None, values["now"])
             if connection.execute(sql.ASSIGN, values).rowcount != 1:
-                raise Fenced(f"{request_id} is {state} under {owner}, not ours to assign")
+                raise Fenced(f"{request_id} is {seen.state} under {seen.owner}, not ours to assign")
+            if seen.state is RequestState.RUNNING:
+                used = _end_attempt(connection, request_id, seen, "replaced", None, now)
+                charge_request(connection, seen.subject(request_id), _device_entries(used), now)
             connection.execute(sql.OPEN_ATTEMPT, values)
-            return int(epoch) + 1
+            return seen.epoch + 1
 
         live = self._live.get(request_id)
         begun = await self._database.write(run, durable=live is not None and live.durable)
@@ -234,11 +232,14 @@ class Journal:
         """The attempt ended without an outcome; what it used of the device is charged. False when fenced."""
 
         def run(connection: Connection) -> bool:
+            seen = _standing(connection, request_id)
             values = {"id": request_id, "me": self.gateway_id, "epoch": epoch}
-            if not _is_running(connection, values):
+            if seen is None or connection.execute(sql.REQUEUE, values).rowcount != 1:
                 return False
-            _close_attempt(connection, request_id, epoch, reason, device, None, now_us())
-            return connection.execute(sql.REQUEUE, values).rowcount == 1
+            now = now_us()
+            used = _end_attempt(connection, request_id, seen, reason, device, now)
+            charge_request(connection, seen.subject(request_id), _device_entries(used), now)
+            return True
 
         return await self._database.write(run)
 
@@ -332,43 +333,6 @@ class Journal:
             if self._batches.get(batch.durable) is batch:
                 del self._batches[batch.durable]
 
-    async def log(self, request_id: str, after_seq: int = 0) -> list[TokenEvent]:
-        """The tokens behind `after_seq`, in order."""
-
-        def run(connection: Connection) -> list[Any]:
-            return connection.execute(sql.READ_LOG, {"id": request_id, "after": after_seq}).fetchall()
-
-        events: list[TokenEvent] = []
-        for first_seq, payload in await self._database.read(run):
-            decoded = _decode_events(payload)
-            events.extend(decoded[after_seq + 1 - first_seq :] if first_seq <= after_seq else decoded)
-        return events
-
-    async def get(self, request_id: str, tenant: str | None = None) -> RequestRecord | None:
-        """`tenant` given: only if it is the tenant's own."""
-        query = sql.GET if tenant is None else sql.GET_OF_TENANT
-        values = {"id": request_id, "tenant": tenant}
-        row = await self._database.read(lambda connection: connection.execute(query, values).fetchone())
-        return None if row is None else _record(row)
-
-    async def recent(self, function: str, limit: int = 20) -> list[RequestRecord]:
-        values = {"function": function, "limit": limit}
-        rows = await self._database.read(lambda connection: connection.execute(sql.RECENT, values).fetchall())
-        return [_record(row) for row in rows]
-
-    async def attempts(self, request_id: str) -> list[Attempt]:
-        values = {"id": request_id}
-        rows = await self._database.read(lambda connection: connection.execute(sql.ATTEMPTS, values).fetchall())
-        return [_attempt(row) for row in rows]
-
-    async def attempts_of_replica(self, replica_id: str, limit: int = 50) -> list[tuple[str, int]]:
-        """(request id, epoch), newest first."""
-        values = {"replica_id": replica_id, "limit": limit}
-        rows = await self._database.read(
-            lambda connection: connection.execute(sql.ATTEMPTS_OF_REPLICA, values).fetchall()
-        )
-        return [(str(request_id), int(epoch)) for request_id, epoch in rows]
-
     # --- durable KV -------------------------------------------------------------------------------------------
 
     async def seal_kv(self, request_id: str, epoch: int, chunks: Sequence[KvChunk]) -> bool:
@@ -379,16 +343,6 @@ class Journal:
         )
         return bool(counted)
 
-    async def kv(self, request_id: str) -> list[KvChunk]:
-        """What a resume may load; of a range that was written twice, the later one."""
-        values = {"id": request_id}
-        rows = await self._database.read(lambda connection: connection.execute(sql.READ_KV, values).fetchall())
-        chunks: dict[tuple[int, int, int], KvChunk] = {}
-        for (payload,) in rows:
-            for chunk in _decode_chunks(payload):
-                chunks[chunk.choice, chunk.start, chunk.end] = chunk
-        return list(chunks.values())
-
     async def retired_kv(self, limit: int = 256) -> RetiredKv:
         """Packs that no live request counts on any more. Delete the objects first, then `forget_kv`."""
 
@@ -396,9 +350,9 @@ class Journal:
             retired = connection.execute(sql.RETIRED_KV, {"limit": limit}).fetchall()
             if not retired:
                 return RetiredKv((), ())
-            packs = {chunk.pack for row in retired for chunk in _decode_chunks(row[2])}
+            packs = {chunk.pack for row in retired for chunk in decode_chunks(row[2])}
             for (payload,) in connection.execute(sql.LIVE_KV).fetchall():
-                packs.difference_update(chunk.pack for chunk in _decode_chunks(payload))
+                packs.difference_update(chunk.pack for chunk in decode_chunks(payload))
             return RetiredKv(tuple(sorted(packs)), tuple((str(row[0]), int(row[1])) for row in retired))
 
         return await self._database.read(run)
@@ -413,62 +367,38 @@ class Journal:
     async def finish(self, request_id: str, epoch: int, outcome: Outcome) -> bool:
         """Outcome, usage and ledger rows in one transaction. True also when this very end was written before; False
         when fenced. Raises `StorageUnavailable` (try again) while an append that precedes it is not in the log."""
+        payload = _encode(outcome)
 
         def run(connection: Connection) -> bool:
-            seen = connection.execute(sql.STANDING, {"id": request_id}).fetchone()
-            if seen is None or (seen[0], seen[1]) != (self.gateway_id, epoch):
+            seen = _standing(connection, request_id)
+            if seen is None or (seen.owner, seen.epoch) != (self.gateway_id, epoch):
                 return False
-            if RequestState(seen[2]).ended:
+            if seen.state.ended:
                 return True
-            if outcome.last_seq is not None and seen[4] != "off" and outcome.last_seq != seen[3]:
+            if outcome.last_seq is not None and seen.durability != "off" and outcome.last_seq != seen.last_seq:
                 raise StorageUnavailable(
-                    f"{request_id} has {seen[3]} of {outcome.last_seq} tokens in its log; the rest must come first"
+                    f"{request_id} has {seen.last_seq} of {outcome.last_seq} tokens in its log; the others come first"
                 )
-            return self._finish(connection, request_id, epoch, outcome, running=seen[2] == RequestState.RUNNING)
+            now = now_us()
+            values = {
+                "id": request_id,
+                "me": self.gateway_id,
+                "epoch": epoch,
+                "state": outcome.state.value,
+                "outcome": payload,
+                "now": now,
+                "expires_us": now + round(self._retention.log_s * 1e6),
+            }
+            if connection.execute(sql.FINISH, values).rowcount != 1:
+                return False
+            used = _end_attempt(connection, request_id, seen, outcome.state.value, outcome.device, now)
+            charge_request(connection, seen.subject(request_id), _entries(outcome, used), now)
+            return True
 
         live = self._live.get(request_id)
         written = await self._database.submit(run, durable=live is not None and live.durable)
         self._live.pop(request_id, None)
         return written
-
-    def _finish(
-        self, connection: Connection, request_id: str, epoch: int, outcome: Outcome, *, running: bool
-    ) -> bool:
-        now = now_us()
-        values = {
-            "id": request_id,
-            "me": self.gateway_id,
-            "epoch": epoch,
-            "state": outcome.state.value,
-            "outcome": _encode(outcome),
-            "now": now,
-            "expires_us": now + round(self._retention.log_s * 1e6),
-        }
-        subject = _close_attempt(
-            connection, request_id, epoch, outcome.state.value, outcome.device, outcome.stages, now, running=running
-        )
-        stages = outcome.stages
-        waits = (
-            ("queue", stages.queue_us),
-            ("cold_start", stages.cold_start_us),
-            ("load_kv", stages.load_kv_us),
-        )
-        entries = [ledger.Entry("request", stage, wall_us) for stage, wall_us in waits if wall_us]
-        refused = outcome.state is RequestState.REFUSED
-        entries.append(
-            ledger.Entry(
-                "request",
-                "refused" if refused else "total",
-                stages.total_us,
-                input_tokens=outcome.input_tokens,
-                cached_tokens=outcome.cached_tokens,
-                output_tokens=outcome.output_tokens,
-            )
-        )
-        ledger.record_stages(connection, subject, entries, now)
-        if connection.execute(sql.FINISH, values).rowcount != 1:
-            raise Fenced(f"{request_id} was taken over")
-        return True
 
     async def sweep(self, limit: int = 200) -> int:
         """Drop what retention no longer keeps, a little at a time; how much there was to do. First the log and the
@@ -512,60 +442,87 @@ def _attached(connection: Connection, new: NewRequest) -> RequestRecord | None:
                     param="Idempotency-Key",
                     code="idempotency_key_reused",
                 )
-            return _record(connection.execute(sql.GET, {"id": found[0]}).fetchone())
+            return record_of(connection.execute(sql.GET, {"id": found[0]}).fetchone())
     return None
 
 
-def _is_running(connection: Connection, values: dict[str, Any]) -> bool:
-    return connection.execute(sql.RUNNING, values).fetchone() is not None
+class _Standing(NamedTuple):
+    """How a request stands, as a transaction found it; what it then writes is conditional on that."""
 
+    owner: str
+    epoch: int
+    state: RequestState
+    last_seq: int
+    durability: str
+    tenant: str
+    key_id: str
+    function: str
+    revision: int
+    model: str
+    replica_id: str | None
+    prefill_us: int
+    decode_us: int
 
-def _close_attempt(
-    connection: Connection,
-    request_id: str,
-    epoch: int,
-    reason: str,
-    device: DeviceTime | None,
-    stages: StageTimes | None,
-    now: int,
-    *,
-    running: bool = True,
-) -> ledger.Subject:
-    """End the attempt's row and charge its device time: the larger of what the log and the caller know, since both
-    only grow."""
-    row = connection.execute(sql.BILLED, {"id": request_id}).fetchone()
-    tenant, key_id, function, revision, model, replica_id, prefill_us, decode_us, last_seq, _ = row
-    subject = ledger.Subject(tenant, function, revision, key_id, model, request_id, epoch, replica_id)
-    used = DeviceTime()
-    if running:
-        told = device or used
-        used = DeviceTime(max(prefill_us, told.prefill_us), max(decode_us, told.decode_us))
-        connection.execute(
-            sql.CLOSE_ATTEMPT,
-            {
-                "id": request_id,
-                "epoch": epoch,
-                "now": now,
-                "reason": reason,
-                "last_seq": last_seq,
-                "prefill_us": used.prefill_us,
-                "decode_us": used.decode_us,
-            },
+    def subject(self, request_id: str) -> Subject:
+        return Subject(
+            self.tenant, self.function, self.revision, self.key_id, self.model, request_id, self.epoch, self.replica_id
         )
-    prefill_wall_us, decode_wall_us = (stages.prefill_us, stages.decode_us) if stages else (0, 0)
-    ledger.charge_attempt(connection, subject, used, now, prefill_wall_us, decode_wall_us)
-    return subject
 
 
-def _record(row: Sequence[Any]) -> RequestRecord:
-    fixed: list[Any] = list(row)
-    fixed[9] = bool(row[9])
-    fixed[13] = RequestState(row[13])
-    device = DeviceTime(row[23], row[24])
-    ends = _decode_ends(row[25]) if row[25] else ()
-    outcome = _decode_outcome(row[26]) if row[26] else None
-    fixed[23:] = [device, ends, outcome, row[27] or b"", row[28] or b""]
-    return RequestRecord(*fixed)
+def _standing(connection: Connection, request_id: str) -> _Standing | None:
+    row = connection.execute(sql.STANDING, {"id": request_id}).fetchone()
+    return None if row is None else _Standing(row[0], row[1], RequestState(row[2]), *row[3:])
+
+
+def _end_attempt(
+    connection: Connection, request_id: str, seen: _Standing, reason: str, told: DeviceTime | None, now: int
+) -> DeviceTime:
+    """End the row of the attempt that runs, if any; what it used of the device: the larger of what the log and the
+    caller know, since both only grow."""
+    if seen.state is not RequestState.RUNNING:
+        return DeviceTime()
+    told = told or DeviceTime()
+    used = DeviceTime(max(seen.prefill_us, told.prefill_us), max(seen.decode_us, told.decode_us))
+    values = {
+        "id": request_id,
+        "epoch": seen.epoch,
+        "now": now,
+        "reason": reason,
+        "last_seq": seen.last_seq,
+        "prefill_us": used.prefill_us,
+        "decode_us": used.decode_us,
+    }
+    connection.execute(sql.CLOSE_ATTEMPT, values)
+    return used
+
+
+def _device_entries(used: DeviceTime, prefill_wall_us: int = 0, decode_wall_us: int = 0) -> list[Entry]:
+    stages = (("prefill", prefill_wall_us, used.prefill_us), ("decode", decode_wall_us, used.decode_us))
+    return [
+        Entry("request", stage, wall_us, device_us) for stage, wall_us, device_us in stages if wall_us or device_us
+    ]
+
+
+def _entries(outcome: Outcome, used: DeviceTime) -> list[Entry]:
+    """The rows of a request's end: a row per stage it went through, and the total with its tokens."""
+    stages = outcome.stages
+    waits = (
+        ("queue", stages.queue_us),
+        ("cold_start", stages.cold_start_us),
+        ("load_kv", stages.load_kv_us),
+    )
+    return [
+        *(Entry("request", stage, wall_us) for stage, wall_us in waits if wall_us),
+        *_device_entries(used, stages.prefill_us, stages.decode_us),
+        Entry(
+            "request",
+            "refused" if outcome.state is RequestState.REFUSED else "total",
+            stages.total_us,
+            input_tokens=outcome.input_tokens,
+            cached_tokens=outcome.cached_tokens,
+            output_tokens=outcome.output_tokens,
+        ),
+    ]
 
 
 def _fresh(new: NewRequest, owner: str) -> RequestRecord:
@@ -601,8 +558,3 @@ def _fresh(new: NewRequest, owner: str) -> RequestRecord:
     )
 
 
-def _attempt(row: Sequence[Any]) -> Attempt:
-    fixed: list[Any] = list(row)
-    fixed[11] = None if row[11] is None else bool(row[11])
-    fixed[14:] = [DeviceTime(row[14], row[15])]
-    return Attempt(*fixed)

@@ -208,6 +208,7 @@ _FIRST: Final = Migration(
         """
         CREATE TABLE replica_accounts (
             replica_id TEXT PRIMARY KEY,
+            version BIGINT NOT NULL DEFAULT 0,
             tenant TEXT NOT NULL,
             function TEXT NOT NULL,
             revision BIGINT NOT NULL,

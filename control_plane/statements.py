@@ -44,7 +44,9 @@ BY_IDEMPOTENCY_KEY: Final = """
 SELECT id, body_hash FROM requests WHERE tenant = :tenant AND idempotency_key = :idempotency_key"""
 
 STANDING: Final = """
-SELECT owner, epoch, state, last_seq, durability FROM requests WHERE id = :id"""
+SELECT owner, epoch, state, last_seq, durability, tenant, key_id, function, revision, model, replica_id, prefill_us,
+    decode_us
+FROM requests WHERE id = :id"""
 
 ASSIGN: Final = """
 UPDATE requests SET epoch = epoch + 1, state = 'running', replica_id = :replica_id, slot_id = :slot_id,
@@ -54,9 +56,6 @@ WHERE id = :id AND owner = :me AND epoch = :epoch AND state IN ('queued', 'runni
 OPEN_ATTEMPT: Final = """
 INSERT INTO attempts (request_id, epoch, replica_id, slot_id, gateway, after_seq, assigned_us)
 VALUES (:id, :epoch + 1, :replica_id, :slot_id, :me, :last_seq, :now)"""
-
-RUNNING: Final = """
-SELECT 1 FROM requests WHERE id = :id AND owner = :me AND epoch = :epoch AND state = 'running'"""
 
 REQUEUE: Final = """
 UPDATE requests SET state = 'queued', replica_id = NULL, slot_id = NULL
@@ -112,10 +111,6 @@ FINISH: Final = """
 UPDATE requests SET state = :state, outcome = :outcome, finished_us = :now, expires_us = :expires_us,
     idempotency_key = CASE WHEN :state = 'refused' THEN NULL ELSE idempotency_key END
 WHERE id = :id AND owner = :me AND epoch = :epoch AND state IN ('queued', 'running')"""
-
-BILLED: Final = """
-SELECT tenant, key_id, function, revision, model, replica_id, prefill_us, decode_us, last_seq, durability
-FROM requests WHERE id = :id"""
 
 CLOSE_ATTEMPT: Final = """
 UPDATE attempts SET ended_us = :now, reason = :reason, last_seq = :last_seq, prefill_us = :prefill_us,

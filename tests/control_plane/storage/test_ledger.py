@@ -10,9 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from control_plane.accounts import PRICE_UNIT_US, apportion, cost_microusd
 from control_plane.database import Database
 from control_plane.journal import Journal
-from control_plane.ledger import PRICE_UNIT_US, Ledger, apportion, cost_microusd
+from control_plane.ledger import Ledger
 from function_runtime.protocol import DeviceTime, ReplicaTime
 from tests.control_plane.storage.builders import done, new_request, query, replica_status, set_price, used
 

@@ -1,0 +1,92 @@
+"""Reading the journal: requests, their logs, their attempts, the KV a resume may load.
+
+Every answer is one read transaction. Limits: what retention has dropped is gone (an empty log, empty input), while the
+request's row and its ledger rows stay longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from control_plane import statements as sql
+from control_plane.database import Connection, Database
+from control_plane.records import Attempt, Outcome, RequestRecord, RequestState
+from function_runtime.protocol import DeviceTime, KvChunk, TokenEvent
+
+_decode_events: Final = msgspec.msgpack.Decoder(list[TokenEvent]).decode
+_decode_ends: Final = msgspec.msgpack.Decoder(tuple[int, ...]).decode
+_decode_outcome: Final = msgspec.msgpack.Decoder(Outcome).decode
+decode_chunks: Final = msgspec.msgpack.Decoder(list[KvChunk]).decode
+
+
+class History:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def log(self, request_id: str, after_seq: int = 0) -> list[TokenEvent]:
+        """The tokens behind `after_seq`, in order."""
+
+        def run(connection: Connection) -> list[Any]:
+            return connection.execute(sql.READ_LOG, {"id": request_id, "after": after_seq}).fetchall()
+
+        events: list[TokenEvent] = []
+        for first_seq, payload in await self._database.read(run):
+            decoded = _decode_events(payload)
+            events.extend(decoded[after_seq + 1 - first_seq :] if first_seq <= after_seq else decoded)
+        return events
+
+    async def get(self, request_id: str, tenant: str | None = None) -> RequestRecord | None:
+        """`tenant` given: only if it is the tenant's own."""
+        query = sql.GET if tenant is None else sql.GET_OF_TENANT
+        values = {"id": request_id, "tenant": tenant}
+        row = await self._database.read(lambda connection: connection.execute(query, values).fetchone())
+        return None if row is None else record_of(row)
+
+    async def recent(self, function: str, limit: int = 20) -> list[RequestRecord]:
+        values = {"function": function, "limit": limit}
+        rows = await self._database.read(lambda connection: connection.execute(sql.RECENT, values).fetchall())
+        return [record_of(row) for row in rows]
+
+    async def attempts(self, request_id: str) -> list[Attempt]:
+        values = {"id": request_id}
+        rows = await self._database.read(lambda connection: connection.execute(sql.ATTEMPTS, values).fetchall())
+        return [attempt_of(row) for row in rows]
+
+    async def attempts_of_replica(self, replica_id: str, limit: int = 50) -> list[tuple[str, int]]:
+        """(request id, epoch), newest first."""
+        values = {"replica_id": replica_id, "limit": limit}
+        rows = await self._database.read(
+            lambda connection: connection.execute(sql.ATTEMPTS_OF_REPLICA, values).fetchall()
+        )
+        return [(str(request_id), int(epoch)) for request_id, epoch in rows]
+
+    async def kv(self, request_id: str) -> list[KvChunk]:
+        """What a resume may load; of a range that was written twice, the later one."""
+        values = {"id": request_id}
+        rows = await self._database.read(lambda connection: connection.execute(sql.READ_KV, values).fetchall())
+        chunks: dict[tuple[int, int, int], KvChunk] = {}
+        for (payload,) in rows:
+            for chunk in decode_chunks(payload):
+                chunks[chunk.choice, chunk.start, chunk.end] = chunk
+        return list(chunks.values())
+
+
+def record_of(row: Sequence[Any]) -> RequestRecord:
+    fixed: list[Any] = list(row)
+    fixed[9] = bool(row[9])
+    fixed[13] = RequestState(row[13])
+    device = DeviceTime(row[23], row[24])
+    ends = _decode_ends(row[25]) if row[25] else ()
+    outcome = _decode_outcome(row[26]) if row[26] else None
+    fixed[23:] = [device, ends, outcome, row[27] or b"", row[28] or b""]
+    return RequestRecord(*fixed)
+
+
+def attempt_of(row: Sequence[Any]) -> Attempt:
+    fixed: list[Any] = list(row)
+    fixed[11] = None if row[11] is None else bool(row[11])
+    fixed[14:] = [DeviceTime(row[14], row[15])]
+    return Attempt(*fixed)
