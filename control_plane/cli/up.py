@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import gc
 import json
 import logging
 import os
@@ -26,6 +27,7 @@ CANNOT_LISTEN: Final = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES)
 
 
 def run_service(data_dir: Path | None, said: Said, as_json: bool) -> None:
+    gc.disable()  # until it listens: what start-up makes stays, looking for garbage in it only costs time
     place = DataDir.at(data_dir)
     settings = settings_of(place.path, said)
     with place.hold(f"http://{settings.http.host}:{settings.http.port}") as lock:
@@ -75,6 +77,7 @@ def serve_until_ended(settings: Settings, place: DataDir, lock: HeldLock, as_jso
     open_log(log_path)
 
     def listening(url: str) -> None:
+        gc.enable()
         lock.announce(url)
         place.announce(url, lock.pid)
         told = {
