@@ -101,6 +101,9 @@ def serve_until_ended(settings: Settings, place: DataDir, lock: HeldLock, as_jso
     try:
         uvloop.run(serve(settings, on_listening=listening))
         place.withdraw()
+        if not as_json:
+            print(f"Ended. Replicas live on for {settings.slot.orphan_s:g} s: `stoker up` takes them over, "
+                  f"`stoker down{where(place)}` ends them.")  # fmt: skip
     except OSError as error:
         if error.errno not in CANNOT_LISTEN:
             raise
