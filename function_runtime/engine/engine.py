@@ -73,7 +73,7 @@ class Engine:
         self._pool = BlockPool(blocks)
         self._scheduler = Scheduler(self._pool, options.max_requests, options.step_tokens, options.prefix_cache)
         self._emitter = Emitter(tokenizer, eos_token_ids)
-        self._runner = StepRunner(model, _attention(self._cache, device), self._emitter, device)
+        self._runner = StepRunner(model, _attention(self._cache, config.num_heads, device), self._emitter, device)
         self._bounds = Bounds(config.vocab_size, self.max_context, blocks)
         self._requests: dict[str, Request] = {}
         self._ended: list[RequestEnd] = []
@@ -318,12 +318,12 @@ class Engine:
         self._retired = []
 
 
-def _attention(cache: KvCache, device: torch.device) -> Attention:
+def _attention(cache: KvCache, heads: int, device: torch.device) -> Attention:
     if device.type == "cpu":
         return TorchAttention(cache)
     from function_runtime.engine.attention.triton_attention import TritonAttention
 
-    return TritonAttention(cache)
+    return TritonAttention(cache, heads)
 
 
 def _admitted(request: Request, stored: Usable) -> Admitted:

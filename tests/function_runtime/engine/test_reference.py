@@ -1,4 +1,4 @@
-"""The right output is what transformers gives: teacher-forced logits, over prefill, chunks and decode, alone and batched."""
+"""The right output is what transformers gives: logits over prefill, chunks and decode, alone and batched."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def load_reference(source: Path) -> LlamaForCausalLM:
     return model
 
 
-def compare(model: LlamaForCausalLM, recorded: Recorded, transcripts: Sequence[Transcript], prompts: Sequence[Sequence[int]]) -> None:
+def compare(
+    model: LlamaForCausalLM, recorded: Recorded, transcripts: Sequence[Transcript], prompts: Sequence[Sequence[int]]
+) -> None:
     """Each sequence's own tokens are forced through the reference at once; every recorded step is compared."""
     for transcript, prompt in zip(transcripts, prompts, strict=True):
         known = [*prompt, *transcript.tokens()]

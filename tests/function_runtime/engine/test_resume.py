@@ -52,17 +52,15 @@ def test_a_request_resumed_at_any_point_goes_on_exactly(llama2: Checkpoint, name
 def test_a_second_resume_continues_the_first(llama2: Checkpoint) -> None:
     prompt = llama2.prompt(PROMPT_TOKENS)
     first = run_one(llama2.engine(**OPTIONS), make_work(prompt, max_tokens=30, ignore_eos=True))
-    second = run_one(
-        llama2.engine(**OPTIONS),
-        make_work(prompt, epoch=2, max_tokens=30, ignore_eos=True, produced=first.events[:7], prefill_ends=first.prefill_ends),
-    )
+    sampling = {"max_tokens": 30, "ignore_eos": True}
+    log = first.events[:7]
+    work = make_work(prompt, epoch=2, produced=log, prefill_ends=first.prefill_ends, **sampling)
+    second = run_one(llama2.engine(**OPTIONS), work)
     assert second.prefill_ends == first.prefill_ends
     kv = stored_kv(second, len(prompt), first.events[:20], 1)
-    third = run_one(
-        llama2.engine(**OPTIONS),
-        make_work(prompt, epoch=3, max_tokens=30, ignore_eos=True, produced=first.events[:20], prefill_ends=second.prefill_ends),
-        kv,
-    )
+    log = first.events[:20]
+    work = make_work(prompt, epoch=3, produced=log, prefill_ends=second.prefill_ends, **sampling)
+    third = run_one(llama2.engine(**OPTIONS), work, kv)
     assert first.events[:20] + third.events == first.events
 
 
