@@ -43,13 +43,11 @@ class KvRun:
 
 @dataclass(frozen=True, slots=True)
 class RestoredKv:
-    """Per choice the verified runs that cover positions [0, length) without a gap."""
+    """Per choice verified runs without a gap between them, and where they end. Choice 0 begins at position 0, another
+    choice anywhere in the prompt (the part before is choice 0's), or it has no runs and length 0."""
 
     choices: tuple[tuple[KvRun, ...], ...]
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return tuple(sum(run.tokens for run in runs) for runs in self.choices)
+    lengths: tuple[int, ...]
 
 
 class Admission(Protocol):

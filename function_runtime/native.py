@@ -6,6 +6,7 @@ engine is built in the worker, after the fork.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,12 +22,16 @@ from function_runtime.engine.output import Admitted, Restored, StepOutput
 from function_runtime.engine_like import EngineLike, EngineStats, KvLayout, RestoredKv
 from function_runtime.errors import EngineFault, LoadError
 from function_runtime.inbox import Inbox
+from function_runtime.kv.identity import KvIdentity
+from function_runtime.kv.service import DurableKv
 from function_runtime.protocol import ReplicaSpec, Work
 from function_runtime.serving import KvService, Serving
 from model_loader.manifest import Manifest
 from model_loader.prepared import PreparedFile
 from model_loader.tokenizer import Tokenizer
 
+ENGINE_FORMAT: Final = "native-1"
+"""Changes whenever the engine fills KV differently for the same tokens."""
 MIN_FREE_BYTES: Final = 128 * 1024 * 1024
 """Below this an engine is not even begun: its first step would bring the machine down."""
 _TORCH_TYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -143,4 +148,15 @@ class NativeBuilder:
     def open_kv(
         self, spec: ReplicaSpec, engine: EngineLike, inbox: Inbox, serving: Callable[[], Serving]
     ) -> KvService | None:
-        return None
+        layout, manifest = engine.kv_layout, self._manifest
+        if not spec.kv_store or layout is None or manifest is None:
+            return None
+        config = manifest.config
+        rope = {"theta": config.rope_theta, "scaling": config.rope_scaling, "max_position": config.max_position}
+        identity = KvIdentity(
+            checkpoint=manifest.identity,
+            layout=layout,
+            rope=json.dumps(rope, sort_keys=True, separators=(",", ":")),
+            engine_format=f"{ENGINE_FORMAT}/{spec.options.device.partition(':')[0]}",
+        )
+        return DurableKv(spec.kv_store, identity, inbox, serving)

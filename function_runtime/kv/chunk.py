@@ -1,0 +1,141 @@
+"""A chunk: the KV of a run of tokens with everything needed to doubt it (docs/kv-format.md has it byte by byte).
+
+    magic | version | header bytes | fields | CRC32C of all before | zeros to 64 | layers, contiguous
+
+Reading checks the digest over every byte, then every field against what the reader expects, then each layer's CRC32C;
+any difference is a `KvError`. Limits: raw dtypes; the digest travels beside the chunk, not in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import google_crc32c
+
+from function_runtime.errors import KvError
+from function_runtime.kv.fields import decode_fields, encode_fields
+from function_runtime.kv.identity import KvIdentity, pack_tokens
+
+MAGIC: Final = b"STKKVCH1"
+VERSION: Final = 1
+_PREAMBLE: Final = struct.Struct("<8sII")
+_CRC: Final = struct.Struct("<I")
+_LAYER: Final = struct.Struct("<QQI")
+_ALIGNMENT: Final = 64
+
+
+@dataclass(frozen=True)
+class ChunkHead:
+    """What a chunk is: of which identity and scope, and which tokens, after which."""
+
+    identity: KvIdentity
+    scope: str
+    parent: bytes
+    """Chain at `start`."""
+    chain: bytes
+    """Chain at `end`."""
+    start: int
+    end: int
+    tokens: tuple[int, ...]
+    """The ids at positions [start, end)."""
+
+    @property
+    def data_bytes(self) -> int:
+        return self.identity.layout.nbytes_per_token * (self.end - self.start)
+
+    def fields(self) -> list[tuple[str, bytes]]:
+        return [
+            *self.identity.fields(),
+            ("scope", self.scope.encode()),
+            ("parent", self.parent),
+            ("chain", self.chain),
+            ("start", struct.pack("<Q", self.start)),
+            ("end", struct.pack("<Q", self.end)),
+            ("tokens", pack_tokens(self.tokens)),
+        ]
+
+
+@dataclass(frozen=True)
+class EncodedChunk:
+    head: bytes
+    data: memoryview
+    digest: str
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.head) + len(self.data)
+
+
+def encode_chunk(head: ChunkHead, data: memoryview) -> EncodedChunk:
+    """`data` is [layers, 2, tokens, kv_heads, head_dim], contiguous bytes."""
+    data = data.cast("B")
+    if len(data) != head.data_bytes or len(head.tokens) != head.end - head.start:
+        raise KvError(f"{len(data)} bytes of KV for {len(head.tokens)} tokens where {head.data_bytes} were expected")
+    layers = head.identity.layout.num_layers
+    layer_bytes = len(data) // layers
+    crcs = [int(google_crc32c.value(data[i * layer_bytes : (i + 1) * layer_bytes])) for i in range(layers)]
+    prefix = _header(head, crcs, layer_bytes)
+    digest = hashlib.sha256(prefix)
+    digest.update(data)
+    return EncodedChunk(prefix, data, digest.hexdigest())
+
+
+def _header(head: ChunkHead, crcs: Sequence[int], layer_bytes: int) -> bytes:
+    """Offsets of layers count from the chunk's first byte, which depends on the header's own length, which does not
+    depend on them."""
+    size = len(_fields(head, crcs, layer_bytes, 0))
+    first = -(-(_PREAMBLE.size + size + _CRC.size) // _ALIGNMENT) * _ALIGNMENT
+    body = _PREAMBLE.pack(MAGIC, VERSION, size) + _fields(head, crcs, layer_bytes, first)
+    body += _CRC.pack(google_crc32c.value(body))
+    return body.ljust(first, b"\0")
+
+
+def _fields(head: ChunkHead, crcs: Sequence[int], layer_bytes: int, first: int) -> bytes:
+    table = b"".join(_LAYER.pack(first + i * layer_bytes, layer_bytes, crc) for i, crc in enumerate(crcs))
+    return encode_fields([*head.fields(), ("layers_at", table)])
+
+
+def open_chunk(raw: memoryview, digest: str, expected: ChunkHead) -> memoryview:
+    """The KV of a chunk that is, byte for byte, what its digest says and of what the reader expects."""
+    if hashlib.sha256(raw).hexdigest() != digest:
+        raise KvError("its bytes do not have the digest that was recorded")
+    if len(raw) < _PREAMBLE.size:
+        raise KvError(f"{len(raw)} bytes are no chunk")
+    magic, version, size = _PREAMBLE.unpack_from(raw)
+    if magic != MAGIC:
+        raise KvError("it does not begin as a chunk does")
+    if version != VERSION:
+        raise KvError(f"it has format version {version}, known is {VERSION}")
+    end = _PREAMBLE.size + size
+    if end + _CRC.size > len(raw):
+        raise KvError("its header reaches beyond its end")
+    if _CRC.unpack_from(raw, end)[0] != google_crc32c.value(raw[:end]):
+        raise KvError("its header does not have its checksum")
+    fields = decode_fields(raw[_PREAMBLE.size : end])
+    wanted = expected.fields()
+    for (tag, value), (wanted_tag, wanted_value) in zip(fields, wanted, strict=False):
+        if tag != wanted_tag:
+            raise KvError(f"field {tag!r} stands where {wanted_tag!r} belongs")
+        if value != wanted_value:
+            raise KvError(f"its {tag} is another one")
+    if len(fields) != len(wanted) + 1 or fields[-1][0] != "layers_at":
+        raise KvError("it has other fields than this version")
+    return _layers(raw, fields[-1][1], end + _CRC.size, expected)
+
+
+def _layers(raw: memoryview, table: bytes, header_end: int, expected: ChunkHead) -> memoryview:
+    layers = expected.identity.layout.num_layers
+    layer_bytes = expected.data_bytes // layers
+    first = -(-header_end // _ALIGNMENT) * _ALIGNMENT
+    if len(table) != layers * _LAYER.size or len(raw) != first + layers * layer_bytes:
+        raise KvError(f"it has {len(raw)} bytes, {first + layers * layer_bytes} were expected")
+    for index, (offset, nbytes, crc) in enumerate(_LAYER.iter_unpack(table)):
+        if (offset, nbytes) != (first + index * layer_bytes, layer_bytes):
+            raise KvError(f"layer {index} lies elsewhere than this version puts it")
+        if google_crc32c.value(raw[offset : offset + nbytes]) != crc:
+            raise KvError(f"layer {index} does not have its checksum")
+    return raw[first:]

@@ -1,0 +1,88 @@
+"""A pack: one object that holds chunks of one tenant scope, named by what it holds.
+
+    magic | version | count | per chunk: digest, chain, offset, bytes | CRC32C | zeros to 64 | chunks, 64-byte aligned
+
+The name is the SHA-256 of the header, which holds every chunk's digest: a pack has one possible content, and its header
+rebuilds its part of an index. Limits: at most `MAX_CHUNKS`; a chunk's bytes are checked when the chunk is opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import google_crc32c
+
+from function_runtime.errors import KvError
+from function_runtime.kv.chunk import EncodedChunk
+from model_loader.objects import ObjectStore
+
+MAGIC: Final = b"STKKVPK1"
+VERSION: Final = 1
+MAX_CHUNKS: Final = 4096
+PREFIX: Final = "kv/packs/"
+_PREAMBLE: Final = struct.Struct("<8sII")
+_ENTRY: Final = struct.Struct("<32s32sQQ")
+_CRC: Final = struct.Struct("<I")
+_ALIGNMENT: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PackEntry:
+    digest: str
+    chain: bytes
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    key: str
+    entries: tuple[PackEntry, ...]
+    parts: tuple[bytes | memoryview, ...]
+    """What to write, in order."""
+
+
+def pack_key(header: bytes) -> str:
+    name = hashlib.sha256(header).hexdigest()
+    return f"{PREFIX}{name[:2]}/{name}"
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def build_pack(chunks: Sequence[tuple[bytes, EncodedChunk]]) -> Pack:
+    """From (chain, chunk) pairs."""
+    if not 0 < len(chunks) <= MAX_CHUNKS:
+        raise KvError(f"a pack of {len(chunks)} chunks")
+    at = _aligned(_PREAMBLE.size + len(chunks) * _ENTRY.size + _CRC.size)
+    header_bytes = at
+    entries: list[PackEntry] = []
+    parts: list[bytes | memoryview] = []
+    for chain, chunk in chunks:
+        entries.append(PackEntry(chunk.digest, chain, at, chunk.nbytes))
+        parts += (chunk.head, chunk.data, bytes(_aligned(chunk.nbytes) - chunk.nbytes))
+        at += _aligned(chunk.nbytes)
+    header = _PREAMBLE.pack(MAGIC, VERSION, len(entries))
+    header += b"".join(_ENTRY.pack(bytes.fromhex(e.digest), e.chain, e.offset, e.nbytes) for e in entries)
+    header += _CRC.pack(google_crc32c.value(header))
+    header = header.ljust(header_bytes, b"\0")
+    return Pack(pack_key(header), tuple(entries), (header, *parts))
+
+
+def read_entries(store: ObjectStore, key: str) -> tuple[PackEntry, ...]:
+    """What a stored pack holds, by its own header, which must have the pack's name."""
+    magic, version, count = _PREAMBLE.unpack(store.get(key, 0, _PREAMBLE.size))
+    if magic != MAGIC or version != VERSION or not 0 < count <= MAX_CHUNKS:
+        raise KvError(f"{key} is no pack of this version")
+    header = store.get(key, 0, _aligned(_PREAMBLE.size + count * _ENTRY.size + _CRC.size))
+    if pack_key(header) != key:
+        raise KvError(f"the header of {key} does not have its name")
+    table = header[_PREAMBLE.size : _PREAMBLE.size + count * _ENTRY.size]
+    return tuple(
+        PackEntry(digest.hex(), chain, offset, nbytes) for digest, chain, offset, nbytes in _ENTRY.iter_unpack(table)
+    )
