@@ -82,6 +82,7 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
     importing = Importing(settings, functions, fleet, prompts)
     serving.import_again = importing.again
     loop = ControlLoop(settings, functions, serving, dispatcher, fleet, seating, decisions)
+    loop.on_new_agent = importing.slot_appeared
     return AppContext(
         settings=settings,
         gateway_id=gateway_id,
@@ -125,7 +126,8 @@ async def adopt(context: AppContext) -> None:
     for record in records:
         try:
             await _adopt_one(context, record)
-        except StokerError:
+        except Exception:
+            # It stays in the journal for the next start; the others must not suffer for it.
             logger.exception("event=adopt_failed request=%s", record.id)
     if records:
         logger.info("event=adopted requests=%d", len(records))

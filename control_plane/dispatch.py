@@ -76,6 +76,11 @@ class Dispatcher:
     def lanes_of(self, key: FunctionKey) -> list[Lane]:
         return [lane for lane in self.lanes.values() if lane.key == key]
 
+    def drop_lane(self, lane: Lane) -> None:
+        """Forget a lane that nobody waits in and nothing serves."""
+        if not lane.waiting and not lane.seats:
+            self.lanes.pop((lane.key, lane.identity), None)
+
     def _lane_of(self, request: LiveRequest) -> Lane:
         return self.lane(request.origin.key, request.origin.identity)
 
@@ -263,7 +268,8 @@ class Dispatcher:
         logger.info("event=replica_lost replica=%s reason=%s", seat.replica_id, reason)
         seat.accepting = False
         self._drop_seat(seat)
-        for request in list(seat.in_flight.values()):
+        # Each goes to the front of the queue, so the first accepted goes last.
+        for request in reversed(list(seat.in_flight.values())):
             if request.phase is Phase.RUNNING:
                 self._commits.conclude(request, Lost(f"replica {seat.replica_id} was lost: {reason}"))
         self.on_seat_lost(seat, reason)

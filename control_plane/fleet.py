@@ -40,6 +40,8 @@ STARTING: Final = frozenset({ReplicaState.STARTING, ReplicaState.LOADING})
 class ReplicaBooks(Protocol):
     """Where a replica's life is written down."""
 
+    async def report_replica(self, status: ReplicaStatus) -> object: ...
+
     async def close_replica(self, status: ReplicaStatus) -> object: ...
 
 
@@ -58,9 +60,10 @@ class Fleet:
         """Slots whose agents are in sight now."""
         self.on_replica: Callable[[ReplicaStatus, ReplicaStatus | None], None] = lambda status, before: None
         """Told of every change: the new status and the one before."""
-        self.on_slot: Callable[[str], None] = lambda slot_id: None
-        """Told when a slot came into sight or went out of it."""
+        self.on_slot: Callable[[str, bool], None] = lambda slot_id, anew: None
+        """Told when a slot came into sight (`anew`: under another agent) or went out of it."""
         self._closed: set[str] = set()
+        self._waiters: list[asyncio.Future[None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -82,6 +85,13 @@ class Fleet:
     def in_sight(self) -> bool:
         """Whether every slot's agent is being heard."""
         return all(slot_id in self.slots for slot_id in self._backend.slot_ids)
+
+    async def seen(self) -> None:
+        """Returns once every slot's agent has been heard."""
+        while not self.in_sight:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
 
     def living(self, key: FunctionKey | None = None) -> list[ReplicaStatus]:
         return [
@@ -189,7 +199,11 @@ class Fleet:
                     and not placeholder
                 ):
                     self._take(slot_id, gone_with_agent(status))
-        self.on_slot(slot_id)
+        self.on_slot(slot_id, first)
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
     def replica_changed(self, slot_id: str, status: ReplicaStatus) -> None:
         self._take(slot_id, status)
@@ -200,7 +214,7 @@ class Fleet:
             for status in self.living():
                 if self.slot_of.get(status.replica_id) == slot_id:
                     self._take(slot_id, gone_with_agent(status))
-        self.on_slot(slot_id)
+        self.on_slot(slot_id, False)
 
     def _take(self, slot_id: str, status: ReplicaStatus) -> None:
         before = self.replicas.get(status.replica_id)
@@ -216,6 +230,8 @@ class Fleet:
             )  # fmt: skip
         if status.state in GONE:
             self._close(status)
+        elif status.state is ReplicaState.READY and (before is None or before.state is not ReplicaState.READY):
+            self.spawn(self._open(status))
         self.on_replica(status, before)
 
     def _close(self, status: ReplicaStatus) -> None:
@@ -224,8 +240,16 @@ class Fleet:
             self.spawn(self._write_close(status))
         ended = [known for known in self.replicas.values() if known.state in GONE]
         for known in ended[: max(0, len(ended) - KEEP_ENDED)]:
+            self._closed.discard(known.replica_id)
             del self.replicas[known.replica_id]
             self.slot_of.pop(known.replica_id, None)
+
+    async def _open(self, status: ReplicaStatus) -> None:
+        """From here on the books know of it, should it and we be gone at once."""
+        try:
+            await self._books.report_replica(status)
+        except StokerError as error:
+            logger.warning("event=open_refused replica=%s error=%s", status.replica_id, error)
 
     async def _write_close(self, status: ReplicaStatus) -> None:
         while True:

@@ -120,6 +120,11 @@ class Importing:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def slot_appeared(self, slot_id: str) -> None:
+        """A new agent: what was prepared for the one before may have to be prepared again."""
+        for function in sorted(self._functions.list(), key=lambda each: each.updated_us):
+            self.want(function.current)
+
     async def _prepare(self, revision: Revision) -> None:
         """Have tokenizer and prepared form at hand before the first request needs them."""
         if revision.manifest_path is None:

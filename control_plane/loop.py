@@ -68,7 +68,8 @@ class ControlLoop:
         self._since_s: dict[str, tuple[ReplicaState, float]] = {}
         self._started_s = time.monotonic()
         self.stopped = False
-        self.on_change: Callable[[FunctionKey], None] = lambda key: None
+        self.on_new_agent: Callable[[str], None] = lambda slot_id: None
+        """Told of a slot that has a new agent, which knows nothing yet."""
         dispatcher.on_demand = self._demand_changed
         dispatcher.unusable = self._unusable_identity
         serving.wake = self.wake
@@ -113,8 +114,10 @@ class ControlLoop:
         self.poke((change.function.tenant, change.function.name))
         self._set_warm()
 
-    def _slot_changed(self, slot_id: str) -> None:
+    def _slot_changed(self, slot_id: str, anew: bool) -> None:
         self._seating.slot_changed()
+        if anew:
+            self.on_new_agent(slot_id)
         for function in self._functions.list():
             self.poke((function.tenant, function.name))
         for status in self._fleet.living():
@@ -187,7 +190,6 @@ class ControlLoop:
                 self._tick(key)
             except Exception:
                 logger.exception("event=tick_failed function=%s", key[1])
-            self.on_change(key)
 
     def _ask_again(self, key: FunctionKey, at_s: float) -> None:
         timer = self._timers.pop(key, None)
@@ -371,6 +373,8 @@ class ControlLoop:
     def _tend_orphans(self, key: FunctionKey, target: Revision, lanes: list[Lane]) -> None:
         """Requests of an older checkpoint whose replicas are gone need one of their own."""
         for lane in lanes:
+            if lane.identity != target.identity:
+                self._dispatcher.drop_lane(lane)
             if lane.identity == target.identity or not lane.waiting or not self._fleet.in_sight:
                 continue
             if any(s.spec.identity == lane.identity and self._may_serve(s) for s in self._fleet.living(key)):

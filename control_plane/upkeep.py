@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Any, Final
 
 from control_plane.context import AppContext
+from control_plane.database import Connection, Database
 from control_plane.errors import StokerError
+from function_runtime.protocol import EngineOptions, ReplicaSpec, ReplicaState, ReplicaStatus, ReplicaTime
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +24,23 @@ BATCHES: Final = 100
 """Most batches of one sweep."""
 MORE_S: Final = 0.2
 """Pause between two batches of a sweep that found a full one."""
+
+
+async def _open_accounts(db: Database) -> list[ReplicaStatus]:
+    """Accounts that are still open, as the last status there was of their replicas."""
+
+    def run(connection: Connection) -> list[Any]:
+        return connection.execute(
+            "SELECT replica_id, tenant, function, revision, cold_us, attributed_us, idle_us, overhead_us, held_us, "
+            "charged_us FROM replica_accounts WHERE closed_us IS NULL"
+        ).fetchall()
+
+    found: list[ReplicaStatus] = []
+    for replica_id, tenant, function, revision, cold, attributed, idle, overhead, held, charged in await db.read(run):
+        spec = ReplicaSpec(replica_id, function, revision, tenant, "", "", EngineOptions())
+        time_known = ReplicaTime(max(held, charged), cold, attributed, idle, overhead)
+        found.append(ReplicaStatus(replica_id, function, revision, ReplicaState.FAILED, spec, time=time_known))
+    return found
 
 
 class Upkeep:
@@ -38,10 +57,18 @@ class Upkeep:
         ):
             self._tasks.append(asyncio.get_running_loop().create_task(self._every(name, pause_s, work)))
 
+        self._tasks.append(asyncio.get_running_loop().create_task(self._once("close_unseen", self.close_unseen)))
+
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _once(self, name: str, work: Callable[[], Awaitable[object]]) -> None:
+        try:
+            await work()
+        except Exception:
+            logger.exception("event=upkeep_failed task=%s", name)
 
     async def _every(self, name: str, pause_s: float, work: Callable[[], Awaitable[object]]) -> None:
         while True:
@@ -52,6 +79,16 @@ class Upkeep:
                 logger.warning("event=upkeep_refused task=%s error=%s", name, error)
             except Exception:
                 logger.exception("event=upkeep_failed task=%s", name)
+
+    async def close_unseen(self) -> None:
+        """Replicas whose end nobody saw, because agent and control plane were gone at once: their books are closed with
+        what was last known of them."""
+        context = self._context
+        await context.fleet.seen()
+        for status in await _open_accounts(context.db):
+            if status.replica_id not in context.fleet.replicas:
+                logger.info("event=close_unseen replica=%s", status.replica_id)
+                await context.ledger.close_replica(status)
 
     async def _report(self) -> None:
         for status in self._context.fleet.living():
