@@ -78,12 +78,13 @@ class _Live:
 class _Batch:
     """Appends waiting for one group. The event loop fills it until the writer begins with it."""
 
-    __slots__ = ("durable", "futures", "rows")
+    __slots__ = ("durable", "futures", "handed_over", "rows")
 
     def __init__(self, durable: bool) -> None:
         self.rows: list[dict[str, Any]] = []
         self.futures: list[asyncio.Future[bool]] = []
         self.durable = durable
+        self.handed_over = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +222,7 @@ class Journal(History):
             return seen.epoch + 1
 
         live = self._live.get(request_id)
+        self._after_appends()
         begun = await self._database.write(run, durable=live is not None and live.durable)
         if live is not None:
             live.epoch = begun
@@ -241,6 +243,7 @@ class Journal(History):
             charge_request(connection, seen.subject(request_id), _device_entries(used), now)
             return True
 
+        self._after_appends()
         return await self._database.write(run)
 
     async def taken(self, accepted: Taken) -> bool:
@@ -299,17 +302,21 @@ class Journal(History):
         durable = live is not None and live.durable
         with self._lock:
             batch = self._batches.get(durable)
-            started = batch is None
+            opened = batch is None
             if batch is None:
                 batch = self._batches[durable] = _Batch(durable)
             batch.rows.append(row)
             batch.futures.append(future)
-        if started:
-            self._hand_over(batch)
+        if opened:
+            # The rest of this turn of the loop (tokens of other streams in the same frame) still joins.
+            asyncio.get_running_loop().call_soon(self._hand_over, batch)
         return future
 
     def _hand_over(self, batch: _Batch) -> None:
-        """The batch takes more rows until the writer begins with it: that is how groups form."""
+        """Give a batch to the writer, once; it takes more rows until the writer begins with it."""
+        if batch.handed_over:
+            return
+        batch.handed_over = True
 
         def run(connection: Connection) -> list[bool]:
             self._seal(batch)
@@ -332,6 +339,11 @@ class Journal(History):
         with self._lock:
             if self._batches.get(batch.durable) is batch:
                 del self._batches[batch.durable]
+
+    def _after_appends(self) -> None:
+        """What is submitted next comes after every append before it: an end must not overtake its last tokens."""
+        for batch in list(self._batches.values()):
+            self._hand_over(batch)
 
     # --- durable KV -------------------------------------------------------------------------------------------
 
@@ -396,6 +408,7 @@ class Journal(History):
             return True
 
         live = self._live.get(request_id)
+        self._after_appends()
         written = await self._database.submit(run, durable=live is not None and live.durable)
         self._live.pop(request_id, None)
         return written
@@ -411,6 +424,7 @@ class Journal(History):
             for request_id, finished_us, expires_us in expired:
                 values = {"id": request_id, "expires_us": max(finished_us + keep_us, expires_us + 1)}
                 connection.execute(sql.DROP_LOG, values)
+                connection.execute(sql.DROP_LOG_HEAD, values)
                 connection.execute(sql.DROP_INPUT, values)
                 if values["expires_us"] > now:
                     connection.execute(sql.EXPIRE_LATER, values)
@@ -423,11 +437,15 @@ class Journal(History):
 
 
 def _append_row(connection: Connection, row: dict[str, Any]) -> bool:
-    statement = sql.APPEND_FIRST if "now" in row else sql.APPEND
-    if connection.execute(statement, row).rowcount == 1:
-        connection.execute(sql.LOG, row)
+    written = connection.execute(sql.LOG, row).fetchone()
+    if written is None:
+        return connection.execute(sql.HAS_ALREADY, row).fetchone() is not None
+    row["log_id"] = written[0]
+    if connection.execute(sql.APPEND_FIRST if "now" in row else sql.APPEND, row).rowcount == 1:
         return True
-    return connection.execute(sql.HAS_ALREADY, row).fetchone() is not None
+    # Taken over between the two statements, which only a database with several writers at a time allows.
+    connection.execute(sql.UNLOG, row)
+    return False
 
 
 def _attached(connection: Connection, new: NewRequest) -> RequestRecord | None:
