@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import google_crc32c
-
 from function_runtime.errors import KvError
+from function_runtime.kv.checksum import crc32c
 from function_runtime.kv.fields import decode_fields, encode_fields
 from function_runtime.kv.identity import KvIdentity, pack_tokens
 
@@ -77,7 +76,7 @@ def encode_chunk(head: ChunkHead, data: memoryview) -> EncodedChunk:
         raise KvError(f"{len(data)} bytes of KV for {len(head.tokens)} tokens where {head.data_bytes} were expected")
     layers = head.identity.layout.num_layers
     layer_bytes = len(data) // layers
-    crcs = [int(google_crc32c.value(data[i * layer_bytes : (i + 1) * layer_bytes])) for i in range(layers)]
+    crcs = [crc32c(data[i * layer_bytes : (i + 1) * layer_bytes]) for i in range(layers)]
     prefix = _header(head, crcs, layer_bytes)
     digest = hashlib.sha256(prefix)
     digest.update(data)
@@ -90,7 +89,7 @@ def _header(head: ChunkHead, crcs: Sequence[int], layer_bytes: int) -> bytes:
     size = len(_fields(head, crcs, layer_bytes, 0))
     first = -(-(_PREAMBLE.size + size + _CRC.size) // _ALIGNMENT) * _ALIGNMENT
     body = _PREAMBLE.pack(MAGIC, VERSION, size) + _fields(head, crcs, layer_bytes, first)
-    body += _CRC.pack(google_crc32c.value(body))
+    body += _CRC.pack(crc32c(body))
     return body.ljust(first, b"\0")
 
 
@@ -113,7 +112,7 @@ def open_chunk(raw: memoryview, digest: str, expected: ChunkHead) -> memoryview:
     end = _PREAMBLE.size + size
     if end + _CRC.size > len(raw):
         raise KvError("its header reaches beyond its end")
-    if _CRC.unpack_from(raw, end)[0] != google_crc32c.value(raw[:end]):
+    if _CRC.unpack_from(raw, end)[0] != crc32c(raw[:end]):
         raise KvError("its header does not have its checksum")
     fields = decode_fields(raw[_PREAMBLE.size : end])
     wanted = expected.fields()
@@ -136,6 +135,6 @@ def _layers(raw: memoryview, table: bytes, header_end: int, expected: ChunkHead)
     for index, (offset, nbytes, crc) in enumerate(_LAYER.iter_unpack(table)):
         if (offset, nbytes) != (first + index * layer_bytes, layer_bytes):
             raise KvError(f"layer {index} lies elsewhere than this version puts it")
-        if google_crc32c.value(raw[offset : offset + nbytes]) != crc:
+        if crc32c(raw[offset : offset + nbytes]) != crc:
             raise KvError(f"layer {index} does not have its checksum")
     return raw[first:]

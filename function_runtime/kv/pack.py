@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import google_crc32c
-
 from function_runtime.errors import KvError
+from function_runtime.kv.checksum import crc32c
 from function_runtime.kv.chunk import EncodedChunk
 from model_loader.objects import ObjectStore
 
@@ -69,7 +68,7 @@ def build_pack(chunks: Sequence[tuple[bytes, EncodedChunk]]) -> Pack:
         at += _aligned(chunk.nbytes)
     header = _PREAMBLE.pack(MAGIC, VERSION, len(entries))
     header += b"".join(_ENTRY.pack(bytes.fromhex(e.digest), e.chain, e.offset, e.nbytes) for e in entries)
-    header += _CRC.pack(google_crc32c.value(header))
+    header += _CRC.pack(crc32c(header))
     header = header.ljust(header_bytes, b"\0")
     return Pack(pack_key(header), tuple(entries), (header, *parts))
 

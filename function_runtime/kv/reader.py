@@ -61,6 +61,8 @@ def read_kv(
     if runs[0]:
         lengths = tuple(plan[-1].chunk.end if plan else 0 for plan in plans)
         outcome.restored = RestoredKv(choices=runs, lengths=lengths)
+    elif not outcome.misses:
+        outcome.misses.append("no chunk begins at position 0")
     return outcome
 
 
