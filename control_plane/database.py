@@ -19,7 +19,7 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -402,6 +402,12 @@ class Database:
                 raise
             self._local.connection = None
             raise _unavailable(error) from error
+
+
+async def to_the_end(change: Coroutine[Any, Any, T]) -> T:
+    """Run a change that has a second half in memory; if the caller is cancelled (its client left), both are still
+    done."""
+    return await asyncio.shield(asyncio.ensure_future(change))
 
 
 def _resolve(group: list[_Job]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
-from control_plane.database import Connection, Database
+from control_plane.database import Connection, Database, to_the_end
 from control_plane.errors import Conflict, InvalidRequest, NotFound
 from control_plane.settings import ModelSettings
 from control_plane.spec import FunctionSpec, parse_json
@@ -222,8 +222,10 @@ class FunctionStore:
                 connection.execute(_PUT_FUNCTION, values)
             return _load(connection, spec.name, tenant)
 
-        function = await self._database.write(run)
-        return self._remember(function)
+        async def change() -> Function:
+            return self._remember(await self._database.write(run))
+
+        return await to_the_end(change())
 
     async def rollback(self, name: str, tenant: str, to: int | None = None) -> Function:
         """Make an earlier revision current: `to`, or the one before. Its spec becomes the newest revision again, so
@@ -256,9 +258,12 @@ class FunctionStore:
                 {"tenant": tenant, "name": name, "now": _now_us()},
             ).rowcount
 
+        async def change() -> None:
+            await self._database.write(run)
+            self._forget((tenant, name))
+
         function = self.get(name, tenant)
-        await self._database.write(run)
-        self._forget((tenant, name))
+        await to_the_end(change())
         return function
 
     async def set_import(
@@ -302,14 +307,17 @@ class FunctionStore:
             ).fetchone()
             return _revision(row)
 
-        changed = await self._database.write(run)
-        function = self._functions.get((tenant, name))
-        if function is not None:
-            if function.revision == revision:
-                function = replace(function, current=changed)
-                self._index(function)
-            self._tell(FunctionChange(ChangeKind.IMPORTED, function, revision=changed))
-        return changed
+        async def change() -> Revision:
+            changed = await self._database.write(run)
+            function = self._functions.get((tenant, name))
+            if function is not None:
+                if function.revision == revision:
+                    function = replace(function, current=changed)
+                    self._index(function)
+                self._tell(FunctionChange(ChangeKind.IMPORTED, function, revision=changed))
+            return changed
+
+        return await to_the_end(change())
 
     # --- telling ----------------------------------------------------------------------------------------------
 

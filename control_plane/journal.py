@@ -15,12 +15,12 @@ import threading
 import time
 from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import msgspec
 
 from control_plane import statements as sql
-from control_plane.accounts import Entry, Subject, charge_request
+from control_plane.accounts import charge_request
 from control_plane.database import Connection, Database
 from control_plane.errors import Fenced, NotFound, StorageUnavailable, Unprocessable
 from control_plane.history import History, decode_chunks, record_of
@@ -33,10 +33,12 @@ from control_plane.records import (
     RequestRecord,
     RequestState,
     StageTimes,
+    fresh_record,
     pack_tokens,
     unpack_tokens,
 )
 from control_plane.settings import GatewaySettings, RetentionSettings
+from control_plane.standing import device_entries, end_attempt, entries_of, standing
 from function_runtime.protocol import Accepted as Taken
 from function_runtime.protocol import DeviceTime, KvChunk
 
@@ -189,18 +191,23 @@ class Journal(History):
                 return None
             return _attached(connection, new)
 
-        earlier = await self._database.submit(run, durable=new.durability == "host")
-        if earlier is not None:
-            return Accepted(earlier, attached=True)
         self._live[new.id] = _Live(new.durability, 0, 0)
-        return Accepted(_fresh(new, self.gateway_id), attached=False)
+        try:
+            earlier = await self._database.submit(run, durable=new.durability == "host")
+        except Exception:
+            self._live.pop(new.id, None)
+            raise
+        if earlier is not None:
+            del self._live[new.id]
+            return Accepted(earlier, attached=True)
+        return Accepted(fresh_record(new, self.gateway_id), attached=False)
 
     async def assign(self, request_id: str, replica_id: str, slot_id: str) -> int:
         """Begin an attempt: the epoch it runs under. An attempt that is still open is closed as replaced. Raises
         `Fenced` when the request has ended or another gateway owns it."""
 
         def run(connection: Connection) -> int:
-            seen = _standing(connection, request_id)
+            seen = standing(connection, request_id)
             if seen is None:
                 raise NotFound(f"there is no request {request_id}")
             now = now_us()
@@ -216,8 +223,8 @@ class Journal(History):
             if connection.execute(sql.ASSIGN, values).rowcount != 1:
                 raise Fenced(f"{request_id} is {seen.state} under {seen.owner}, not ours to assign")
             if seen.state is RequestState.RUNNING:
-                used = _end_attempt(connection, request_id, seen, "replaced", None, now)
-                charge_request(connection, seen.subject(request_id), _device_entries(used), now)
+                used = end_attempt(connection, request_id, seen, "replaced", None, now)
+                charge_request(connection, seen.subject(request_id), device_entries(used), now)
             connection.execute(sql.OPEN_ATTEMPT, values)
             return seen.epoch + 1
 
@@ -234,13 +241,13 @@ class Journal(History):
         """The attempt ended without an outcome; what it used of the device is charged. False when fenced."""
 
         def run(connection: Connection) -> bool:
-            seen = _standing(connection, request_id)
+            seen = standing(connection, request_id)
             values = {"id": request_id, "me": self.gateway_id, "epoch": epoch}
             if seen is None or connection.execute(sql.REQUEUE, values).rowcount != 1:
                 return False
             now = now_us()
-            used = _end_attempt(connection, request_id, seen, reason, device, now)
-            charge_request(connection, seen.subject(request_id), _device_entries(used), now)
+            used = end_attempt(connection, request_id, seen, reason, device, now)
+            charge_request(connection, seen.subject(request_id), device_entries(used), now)
             return True
 
         self._after_appends()
@@ -382,7 +389,7 @@ class Journal(History):
         payload = _encode(outcome)
 
         def run(connection: Connection) -> bool:
-            seen = _standing(connection, request_id)
+            seen = standing(connection, request_id)
             if seen is None or (seen.owner, seen.epoch) != (self.gateway_id, epoch):
                 return False
             if seen.state.ended:
@@ -403,8 +410,8 @@ class Journal(History):
             }
             if connection.execute(sql.FINISH, values).rowcount != 1:
                 return False
-            used = _end_attempt(connection, request_id, seen, outcome.state.value, outcome.device, now)
-            charge_request(connection, seen.subject(request_id), _entries(outcome, used), now)
+            used = end_attempt(connection, request_id, seen, outcome.state.value, outcome.device, now)
+            charge_request(connection, seen.subject(request_id), entries_of(outcome, used), now)
             return True
 
         live = self._live.get(request_id)
@@ -462,117 +469,3 @@ def _attached(connection: Connection, new: NewRequest) -> RequestRecord | None:
                 )
             return record_of(connection.execute(sql.GET, {"id": found[0]}).fetchone())
     return None
-
-
-class _Standing(NamedTuple):
-    """How a request stands, as a transaction found it; what it then writes is conditional on that."""
-
-    owner: str
-    epoch: int
-    state: RequestState
-    last_seq: int
-    durability: str
-    tenant: str
-    key_id: str
-    function: str
-    revision: int
-    model: str
-    replica_id: str | None
-    prefill_us: int
-    decode_us: int
-
-    def subject(self, request_id: str) -> Subject:
-        return Subject(
-            self.tenant, self.function, self.revision, self.key_id, self.model, request_id, self.epoch, self.replica_id
-        )
-
-
-def _standing(connection: Connection, request_id: str) -> _Standing | None:
-    row = connection.execute(sql.STANDING, {"id": request_id}).fetchone()
-    return None if row is None else _Standing(row[0], row[1], RequestState(row[2]), *row[3:])
-
-
-def _end_attempt(
-    connection: Connection, request_id: str, seen: _Standing, reason: str, told: DeviceTime | None, now: int
-) -> DeviceTime:
-    """End the row of the attempt that runs, if any; what it used of the device: the larger of what the log and the
-    caller know, since both only grow."""
-    if seen.state is not RequestState.RUNNING:
-        return DeviceTime()
-    told = told or DeviceTime()
-    used = DeviceTime(max(seen.prefill_us, told.prefill_us), max(seen.decode_us, told.decode_us))
-    values = {
-        "id": request_id,
-        "epoch": seen.epoch,
-        "now": now,
-        "reason": reason,
-        "last_seq": seen.last_seq,
-        "prefill_us": used.prefill_us,
-        "decode_us": used.decode_us,
-    }
-    connection.execute(sql.CLOSE_ATTEMPT, values)
-    return used
-
-
-def _device_entries(used: DeviceTime, prefill_wall_us: int = 0, decode_wall_us: int = 0) -> list[Entry]:
-    stages = (("prefill", prefill_wall_us, used.prefill_us), ("decode", decode_wall_us, used.decode_us))
-    return [
-        Entry("request", stage, wall_us, device_us) for stage, wall_us, device_us in stages if wall_us or device_us
-    ]
-
-
-def _entries(outcome: Outcome, used: DeviceTime) -> list[Entry]:
-    """The rows of a request's end: a row per stage it went through, and the total with its tokens."""
-    stages = outcome.stages
-    waits = (
-        ("queue", stages.queue_us),
-        ("cold_start", stages.cold_start_us),
-        ("load_kv", stages.load_kv_us),
-    )
-    return [
-        *(Entry("request", stage, wall_us) for stage, wall_us in waits if wall_us),
-        *_device_entries(used, stages.prefill_us, stages.decode_us),
-        Entry(
-            "request",
-            "refused" if outcome.state is RequestState.REFUSED else "total",
-            stages.total_us,
-            input_tokens=outcome.input_tokens,
-            cached_tokens=outcome.cached_tokens,
-            output_tokens=outcome.output_tokens,
-        ),
-    ]
-
-
-def _fresh(new: NewRequest, owner: str) -> RequestRecord:
-    return RequestRecord(
-        id=new.id,
-        tenant=new.tenant,
-        key_id=new.key_id,
-        function=new.function,
-        revision=new.revision,
-        endpoint=new.endpoint,
-        model=new.model,
-        durability=new.durability,
-        on_disconnect=new.on_disconnect,
-        stream=new.stream,
-        idempotency_key=new.idempotency_key,
-        input_tokens=len(new.prompt) // 4,
-        created_us=new.created_us,
-        state=RequestState.QUEUED,
-        owner=owner,
-        epoch=0,
-        last_seq=0,
-        replica_id=None,
-        slot_id=None,
-        assigned_us=None,
-        first_token_us=None,
-        finished_us=None,
-        cached_tokens=0,
-        device=DeviceTime(),
-        prefill_ends=(),
-        outcome=None,
-        params=new.params,
-        prompt=new.prompt,
-    )
-
-

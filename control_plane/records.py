@@ -172,6 +172,40 @@ class Attempt:
     device: DeviceTime
 
 
+def fresh_record(new: NewRequest, owner: str) -> RequestRecord:
+    """What `accept` has just written."""
+    return RequestRecord(
+        id=new.id,
+        tenant=new.tenant,
+        key_id=new.key_id,
+        function=new.function,
+        revision=new.revision,
+        endpoint=new.endpoint,
+        model=new.model,
+        durability=new.durability,
+        on_disconnect=new.on_disconnect,
+        stream=new.stream,
+        idempotency_key=new.idempotency_key,
+        input_tokens=len(new.prompt) // 4,
+        created_us=new.created_us,
+        state=RequestState.QUEUED,
+        owner=owner,
+        epoch=0,
+        last_seq=0,
+        replica_id=None,
+        slot_id=None,
+        assigned_us=None,
+        first_token_us=None,
+        finished_us=None,
+        cached_tokens=0,
+        device=DeviceTime(),
+        prefill_ends=(),
+        outcome=None,
+        params=new.params,
+        prompt=new.prompt,
+    )
+
+
 def pack_tokens(tokens: Iterable[int]) -> bytes:
     """Four bytes a token, little endian."""
     packed = array("I", tokens)

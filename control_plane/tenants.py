@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from control_plane.database import Connection, Database
+from control_plane.database import Connection, Database, to_the_end
 from control_plane.errors import Forbidden, NotFound, Unauthenticated
 
 KEY_PREFIX: Final = "sk-stoker-"
@@ -115,8 +115,11 @@ class Keys:
                 },
             )
 
-        await self._database.write(run)
-        self._by_hash[digest] = key
+        async def change() -> None:
+            await self._database.write(run)
+            self._by_hash[digest] = key
+
+        await to_the_end(change())
         return key, secret
 
     async def revoke(self, key_id: str, tenant: str) -> ApiKey:
@@ -132,11 +135,14 @@ class Keys:
                 f"SELECT {_COLUMNS} FROM api_keys WHERE id = :id AND tenant = :tenant", values
             ).fetchone()
 
-        row = await self._database.write(run)
-        if row is None:
-            raise NotFound(f"there is no API key {key_id}", param="id")
-        self._by_hash = {digest: key for digest, key in self._by_hash.items() if key.id != key_id}
-        return _key(row)
+        async def change() -> ApiKey:
+            row = await self._database.write(run)
+            if row is None:
+                raise NotFound(f"there is no API key {key_id}", param="id")
+            self._by_hash = {digest: key for digest, key in self._by_hash.items() if key.id != key_id}
+            return _key(row)
+
+        return await to_the_end(change())
 
     async def list(self, tenant: str) -> list[ApiKey]:
         def run(connection: Connection) -> list[Any]:

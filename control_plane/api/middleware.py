@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import secrets
+import warnings
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
@@ -17,6 +18,9 @@ from aiohttp import web
 from control_plane.errors import Internal, InvalidRequest, NotFound, StokerError, TooLarge
 
 logger = logging.getLogger(__name__)
+
+# Typed keys for requests exist from aiohttp 3.14 on only; until that is the least, a plain one has to do.
+warnings.filterwarnings("ignore", category=web.NotAppKeyWarning)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -151,3 +152,13 @@ async def test_the_price_goes_with_the_revision(store: FunctionStore, database: 
     await store.put(spec(price={"device_hour_usd": "1.25"}, resources={"devices": 2}), "default")
     rows = await database.read(lambda c: c.execute("SELECT price_microusd_per_hour FROM revisions").fetchall())
     assert rows == [(2_500_000,)]
+
+
+async def test_a_deployment_whose_client_left_is_known_here_too(store: FunctionStore, database: Database) -> None:
+    deploying = asyncio.ensure_future(store.put(spec(), "default"))
+    await asyncio.sleep(0)
+    deploying.cancel()
+    await asyncio.wait({deploying})
+    await database.write(lambda connection: None)
+    assert deploying.cancelled()
+    assert store.resolve("smol", "default").revision == 1

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,13 @@ async def test_internal_secrets_are_the_same_for_every_gateway(keys: Keys, datab
 async def test_tenants_have_kv_scopes_of_their_own(keys: Keys, database: Database) -> None:
     assert await keys.kv_scope("a") == await Keys(database).kv_scope("a")
     assert await keys.kv_scope("a") != await keys.kv_scope("b")
+
+
+async def test_a_revocation_whose_client_left_holds(keys: Keys, database: Database) -> None:
+    key, secret = await keys.create("acme", "ci")
+    revoking = asyncio.ensure_future(keys.revoke(key.id, "acme"))
+    await asyncio.sleep(0)
+    revoking.cancel()
+    await asyncio.wait({revoking})
+    await database.write(lambda connection: None)
+    assert keys.lookup(secret) is None
