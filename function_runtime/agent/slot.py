@@ -199,10 +199,11 @@ class Slot:
         except TimeoutError as error:
             raise WorkerLost(f"worker {worker.pid} did not take its spec within {TAKEN_WITHIN_S:g} s") from error
         if not handed:
-            await asyncio.wait([checkpoint, worker.gone], return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]
-            if worker.gone.done():
-                raise WorkerLost(f"worker {worker.pid} ended while its checkpoint was prepared")
-            worker.say(Prepared((await checkpoint).path))
+            await asyncio.wait([checkpoint, worker.ready], return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]
+            if checkpoint.done():
+                worker.say(Prepared((await checkpoint).path))
+            elif worker.ready.exception() is not None:
+                await worker.ready
         return worker
 
     async def _become_ready(
@@ -252,7 +253,9 @@ class Slot:
 
     async def measure_memory(self) -> None:
         own, live = self.own_pids, self.live
-        settled = all(worker.is_warm for worker in self.workers.waiting)
+        # NOTE: a template in the middle of its imports is small: its size then would be nobody's baseline.
+        template = self.workers.template
+        settled = (not template.pid or template.is_ready) and all(worker.is_warm for worker in self.workers.waiting)
         memory = await asyncio.to_thread(sample, own | {replica.pid for replica in live if replica.pid})
         self.memory_used_bytes = sum(m.pss_bytes for m in memory.values())
         if not live and not self.live and settled and own == self.own_pids:
