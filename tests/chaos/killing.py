@@ -189,7 +189,10 @@ def audit(data_dir: Path) -> dict[str, int]:
         assert not open_states, f"requests without an outcome: {open_states}"
         logs: dict[str, list[tuple[int, int]]] = {}
         for request_id, first_seq, count in db.execute(
-            "SELECT request_id, first_seq, count FROM request_events ORDER BY request_id, first_seq"
+            "WITH RECURSIVE chain (request_id, previous, first_seq, last_seq) AS (SELECT r.id, t.previous, t.first_seq, "
+            "t.last_seq FROM requests r JOIN token_log t ON t.id = r.log_head UNION ALL SELECT c.request_id, t.previous, "
+            "t.first_seq, t.last_seq FROM token_log t JOIN chain c ON t.id = c.previous) "
+            "SELECT request_id, first_seq, last_seq - first_seq + 1 FROM chain ORDER BY request_id, first_seq"
         ):
             logs.setdefault(request_id, []).append((first_seq, count))
         for request_id, groups in logs.items():
@@ -207,9 +210,9 @@ def audit_ledger(db: sqlite3.Connection) -> int:
     """Attributed + cold start + idle + overhead + unreported = held, for every replica that has ended."""
     parts: dict[str, int] = {}
     for replica_id, total in db.execute(
-        "SELECT replica_id, sum(device_us) FROM ledger WHERE kind = 'replica' AND stage != 'held' GROUP BY replica_id"
+        "SELECT replica_id, sum(device_us) FROM ledger WHERE replica_id IS NOT NULL GROUP BY replica_id"
     ):
         parts[replica_id] = total
-    for replica_id, held in db.execute("SELECT replica_id, held_us FROM replicas WHERE held_us > 0"):
+    for replica_id, held in db.execute("SELECT replica_id, held_us FROM replica_accounts WHERE closed_us IS NOT NULL"):
         assert parts.get(replica_id) == held, f"{replica_id}: parts sum to {parts.get(replica_id)}, held {held}"
     return len(parts)
