@@ -12,7 +12,10 @@ traceback.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import math
+from typing import Any, ClassVar, Final
+
+RETRY_AFTER_MAX_S: Final = 120.0
 
 
 class StokerError(Exception):
@@ -46,7 +49,10 @@ class StokerError(Exception):
     def headers(self) -> dict[str, str]:
         headers: dict[str, str] = {}
         if self.retry_after_s is not None:
-            headers["Retry-After"] = str(max(1, round(self.retry_after_s)))
+            # NOTE: OpenAI's clients obey at most 120 s and give up above; they prefer the header in milliseconds.
+            after_s = min(max(self.retry_after_s, 0.001), RETRY_AFTER_MAX_S)
+            headers["Retry-After"] = str(math.ceil(after_s))
+            headers["retry-after-ms"] = str(math.ceil(after_s * 1000))
         if self.retry is not None:
             headers["x-should-retry"] = "true" if self.retry else "false"
         return headers

@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 BODY_BYTES: Final = 1024 * 1024
 _AT: Final = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
+_WHOLE: Final = re.compile(r"-?[0-9]+")
 _FIELD: Final = re.compile(r"field `(?P<name>[^`]+)`")
 
 
@@ -60,10 +61,9 @@ def whole_number(
         if default is None:
             raise InvalidRequest(f"{name} is required", param=name)
         return default
-    try:
-        number = int(text) if len(text) <= 20 else high + 1
-    except ValueError:
-        raise InvalidRequest(f"{name}: {text[:40]!r} is no whole number", param=name) from None
+    if not _WHOLE.fullmatch(text):
+        raise InvalidRequest(f"{name}: {text[:40]!r} is no whole number", param=name)
+    number = int(text) if len(text) <= 20 else high + 1
     if not low <= number <= high:
         raise InvalidRequest(f"{name} must lie between {low} and {high}, not {text[:20]}", param=name)
     return number

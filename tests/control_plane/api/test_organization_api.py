@@ -193,6 +193,8 @@ async def test_usage_needs_an_admin(service: Service) -> None:
         ("start_time=x", "start_time"),
         ("start_time=-1", "start_time"),
         ("start_time=1e9", "start_time"),
+        ("start_time=1_0", "start_time"),
+        ("start_time=%C2%B2", "start_time"),
         ("start_time=99999999999999999999999999", "start_time"),
         ("start_time=10&end_time=10", "end_time"),
         ("start_time=10&bucket_width=2d", "bucket_width"),

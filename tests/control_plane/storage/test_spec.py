@@ -125,6 +125,24 @@ def test_no_text_makes_the_parser_fall_over(text: str) -> None:
             pass
 
 
+_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+_fields = st.sampled_from([*FunctionSpec.model_fields, "typo"])
+
+
+@given(st.dictionaries(_fields, _values, max_size=6))
+def test_no_value_of_a_field_makes_the_parser_fall_over(value: dict[str, Any]) -> None:
+    try:
+        spec = parse_mapping({**LEAST, **value})
+    except InvalidRequest as error:
+        assert error.message
+    else:
+        assert parse_json(spec.canonical()) == spec
+
+
 @given(st.integers(0, 100_000_000_000))
 def test_prices_are_exact(microusd: int) -> None:
     text = format(Decimal(microusd) / 1_000_000, "f")
