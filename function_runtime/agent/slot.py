@@ -37,6 +37,8 @@ TAKEN_WITHIN_S: Final = 2.0
 ATTEMPTS: Final = 3
 KILL_AFTER_GRACE_S: Final = 8.0
 """Beyond its grace an ending replica has this long for its last flush and its exit."""
+TOLD_BYTES: Final = 8 * 1024 * 1024
+"""A change of the slot's memory by this much is told to who reads the events."""
 KEEP_FINAL: Final = 500
 OpenPool = Callable[[Children, Callable[[], None]], Checkpoints]
 """Makes the pool of a slot, given its children and what to call when it changed."""
@@ -61,6 +63,7 @@ class Slot:
         self.closing = False
         self._replicas: dict[str, Replica] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._told_memory = (0, 0)
         self._announced = False
 
     async def open(self) -> None:
@@ -264,6 +267,10 @@ class Slot:
             held = memory.get(replica.pid)
             if held is not None and held.rss_bytes and not replica.is_final:
                 replica.memory = held
+        told = (self.memory_used_bytes // TOLD_BYTES, self.baseline.bytes // TOLD_BYTES)
+        if told != self._told_memory:
+            self._told_memory = told
+            self.slot_changed()
 
     # --- the whole ------------------------------------------------------------------------------------------------
 
