@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from control_plane.backends.local import pool_directory
 from control_plane.cli.data_dir import DataDir
 from control_plane.cli.down import end_all
 from control_plane.cli.failure import CommandError
@@ -45,8 +46,14 @@ class DemoService:
         return [item for item in self.replicas() if item["state"] not in ("ended", "failed")]
 
     def slot(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.client.request("GET", "/api/v1/slots")["data"][0]
+        """Zeroes until the agent is connected."""
+        unknown = {"memory_baseline_bytes": 0, "memory_used_bytes": 0, "warm_workers": 0, "pool_used_bytes": 0}
+        found: dict[str, Any] = next(iter(self.client.request("GET", "/api/v1/slots")["data"]), unknown)
         return found
+
+    def shared_memory(self) -> list[Path]:
+        """Where this service's pools lie; gone with it."""
+        return [pool_directory(self.place.path, self.place.path / "slots" / "0", "slot-0")]
 
     def until(self, what: str, holds: Callable[[], bool], within_s: float) -> float:
         """Seconds until it held."""

@@ -10,11 +10,13 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import urllib.request
 from pathlib import Path
 from typing import Any, Final
 
+from control_plane.backends.local import pool_directory
 from control_plane.cli.data_dir import DataDir
 from control_plane.cli.failure import CommandError
 from control_plane.cli.output import Advance, print_json, progress
@@ -42,21 +44,40 @@ def end_service(data_dir: Path | None, grace_s: float, as_json: bool) -> None:
 
 
 def end_all(place: DataDir, grace_s: float, advance: Advance = lambda stage, done, total: None) -> dict[str, Any]:
-    """Ends what runs on a data directory; says what that was."""
+    """Ends what runs on a data directory and gives its shared memory back; says what that was."""
     holder = place.holder()
-    agents = [agent for agent in place.agents() if is_alive(int(agent.get("pid", 0)))]
-    total = len(agents) + (holder is not None)
     if holder is not None:
-        advance("control plane (running requests finish)", 0, total)
+        advance("control plane (running requests finish)", 0, 2)
         end_process(holder.pid, grace_s)
-    for number, agent in enumerate(agents, start=total - len(agents)):
-        advance(f"agent {agent.get('slot_id')}", number, total)
-        end_agent(agent, grace_s)
+    told = {int(agent["pid"]): agent for agent in place.agents()}
+    # An agent that has only just been started has not yet said how to reach it: its command line says whose it is.
+    pids = sorted({pid for pid in told if is_alive(pid)} | set(agent_pids(place)))
+    for pid in pids:
+        advance("agents and replicas", 1, 2)
+        if pid in told:
+            end_agent(told[pid], grace_s)
+        else:
+            end_process(pid, grace_s)
+    for slot in sorted((place.path / "slots").glob("*")):
+        shutil.rmtree(pool_directory(place.path, slot, f"slot-{slot.name}"), ignore_errors=True)
     return {
         "data_dir": str(place.path),
         "control_plane_pid": holder.pid if holder else None,
-        "agent_pids": [int(agent["pid"]) for agent in agents],
+        "agent_pids": pids,
     }
+
+
+def agent_pids(place: DataDir) -> list[int]:
+    """Living agents whose slot lies in the data directory."""
+    slots = os.fsencode(str(place.path / "slots")) + b"/"
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                if b"function_runtime.agent" in words and any(word.startswith(slots) for word in words):
+                    found.append(int(entry.name))
+    return found
 
 
 def end_process(pid: int, grace_s: float) -> None:
