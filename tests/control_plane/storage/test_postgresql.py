@@ -1,0 +1,267 @@
+"""The same SQL text on PostgreSQL: every statement is prepared there, and the fence holds between its sessions.
+
+Runs where a PostgreSQL server and asyncpg are installed; the cluster is a throw-away one on a Unix socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pwd
+import re
+import shutil
+import sqlite3
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from control_plane import accounts, decisions, functions, statements
+from control_plane.costs import COST_FIELDS, Costs
+from control_plane.database import Database
+from control_plane.decisions import Decisions
+from control_plane.functions import FunctionStore, ImportState
+from control_plane.journal import Journal
+from control_plane.ledger import Ledger
+from control_plane.schema import MIGRATIONS, POSTGRESQL
+from control_plane.spec import parse_mapping
+from control_plane.tenants import Keys
+from control_plane.usage import USAGE_FIELDS, RangeQuery, Usage
+from function_runtime.protocol import ReplicaTime
+from tests.control_plane.storage.builders import chunk, done, new_request, replica_status, used
+
+asyncpg = pytest.importorskip("asyncpg")
+
+
+def _program(name: str) -> str | None:
+    places = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"), reverse=True)
+    return shutil.which(name) or (str(places[0]) if places else None)
+
+
+INITDB, SERVER = _program("initdb"), _program("postgres")
+pytestmark = pytest.mark.skipif(INITDB is None or SERVER is None, reason="no PostgreSQL server is installed")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """A directory with the socket of a running server. PostgreSQL refuses to run as root, so root steps down."""
+    directory = tempfile.mkdtemp(prefix="stoker-pg-")
+    user: dict[str, Any] = {}
+    if os.geteuid() == 0:
+        nobody = pwd.getpwnam("nobody")
+        os.chown(directory, nobody.pw_uid, nobody.pw_gid)
+        user = {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
+    data = f"{directory}/data"
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": directory, **user}
+    try:
+        subprocess.run([str(INITDB), "-D", data, "-A", "trust", "-U", "stoker", "--no-sync"], check=True, **quiet)
+        server = subprocess.Popen(
+            [str(SERVER), "-D", data, "-k", directory, "-c", "listen_addresses=", "-c", "fsync=off"], **quiet
+        )
+        try:
+            yield directory
+        finally:
+            server.terminate()
+            server.wait(20)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+async def connect(directory: str) -> Any:
+    for _ in range(200):
+        try:
+            return await asyncpg.connect(host=directory, user="stoker", database="postgres")
+        except (OSError, asyncpg.CannotConnectNowError):
+            await asyncio.sleep(0.05)
+    pytest.fail("the PostgreSQL server did not come up")
+
+
+@pytest.fixture
+async def sessions(cluster: str) -> AsyncIterator[tuple[Any, Any]]:
+    """Two sessions on an empty schema."""
+    first = await connect(cluster)
+    await first.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public")
+    for migration in MIGRATIONS:
+        for statement in migration.statements:
+            await first.execute(POSTGRESQL.render(statement))
+    second = await connect(cluster)
+    yield first, second
+    await first.close()
+    await second.close()
+
+
+def numbered(sql: str, values: dict[str, Any] | None = None) -> tuple[str, list[Any]]:
+    """`:name` to `$n`, as a driver for PostgreSQL does it."""
+    names: list[str] = []
+
+    def place(found: re.Match[str]) -> str:
+        if found[1] not in names:
+            names.append(found[1])
+        return f"${names.index(found[1]) + 1}"
+
+    text = re.sub(r"(?<![:\w]):([a-z]\w*)", place, sql)
+    return text, [(values or {}).get(name) for name in names]
+
+
+async def run(session: Any, sql: str, values: dict[str, Any]) -> list[Any]:
+    text, arguments = numbered(sql, values)
+    found: list[Any] = await session.fetch(text, *arguments)
+    return found
+
+
+async def count(session: Any, sql: str, values: dict[str, Any]) -> int:
+    text, arguments = numbered(sql, values)
+    return int((await session.execute(text, *arguments)).rsplit(" ", 1)[1])
+
+
+async def spoken(path: Path) -> set[str]:
+    """Every statement that a tour of all stores runs."""
+    heard: set[str] = set()
+
+    class Recorder(sqlite3.Connection):
+        def execute(self, sql: str, *parameters: Any) -> Any:
+            heard.add(sql)
+            return super().execute(sql, *parameters)
+
+        def executemany(self, sql: str, *parameters: Any) -> Any:
+            heard.add(sql)
+            return super().executemany(sql, *parameters)
+
+    database = await Database.open(
+        path, connect=lambda: sqlite3.connect(path, isolation_level=None, check_same_thread=False, factory=Recorder)
+    )
+    heard.clear()
+    journal, ledger, keys, store = Journal(database, "gw-1"), Ledger(database), Keys(database), FunctionStore(database)
+    await journal.register()
+    spec = {"name": "smol", "model": "pypi://x"}
+    await store.put(parse_mapping(spec), "default")
+    await store.put(parse_mapping({**spec, "drain_s": 1}), "default")
+    await store.rollback("smol", "default")
+    await store.set_import("smol", "default", 1, ImportState.READY, identity="i", manifest_path="/m")
+    await store.revision("smol", "default", 1)
+    await store.refresh()
+    await store.delete("smol", "default")
+    key, _ = await keys.create("default", "x")
+    await keys.list("default")
+    await keys.revoke(key.id, "default")
+    await keys.refresh()
+    await keys.kv_scope("default")
+    new = new_request(idempotency_key="k", body_hash=b"h")
+    await journal.accept(new)
+    await journal.accept(new_request(idempotency_key="k", body_hash=b"h"))
+    await journal.assign(new.id, "rep-1", "slot-0")
+    await journal.seal_kv(new.id, 1, [chunk(0, 32)])
+    await journal.finish(new.id, 1, done(device=used(1, 2)))
+    await journal.retired_kv()
+    await ledger.report_replica(replica_status(time=ReplicaTime(9, 1, 3, 1, 1)))
+    await ledger.close_replica(replica_status(time=ReplicaTime(9, 1, 3, 1, 1)))
+    await ledger.open_replicas()
+    await ledger.of_request(new.id)
+    await ledger.of_replica("rep-1")
+    made = Decisions(database)
+    made.record("scale", "smol")
+    await made.of_function("smol")
+    await made.sweep(1.0)
+    for fields, answer in ((USAGE_FIELDS, Usage(database).completions), (COST_FIELDS, Costs(database).costs)):
+        filters = tuple((column, ("a", "b")) for column in ("tenant", "key_id", "function"))
+        await answer(RangeQuery("default", 0, 86400, 3600, 24, tuple(fields), filters))
+    await database.close()
+    control = ("PRAGMA", "BEGIN", "COMMIT", "ROLLBACK", "SAVEPOINT", "RELEASE")
+    return {sql for sql in heard if not sql.startswith(control)}
+
+
+async def test_every_statement_is_understood(sessions: tuple[Any, Any], tmp_path: Path) -> None:
+    texts = {
+        text
+        for module in (statements, accounts, functions, decisions)
+        for text in vars(module).values()
+        if isinstance(text, str) and re.match(r"\s*(SELECT|INSERT|UPDATE|DELETE|WITH)\b", text)
+    }
+    texts |= await spoken(tmp_path / "stoker.db")
+    assert len(texts) > 60
+    for text in sorted(texts):
+        try:
+            await sessions[0].prepare(numbered(text)[0])
+        except asyncpg.PostgresError as error:
+            pytest.fail(f"{error}: {text}")
+
+
+REQUEST = {
+    "id": "chatcmpl-1", "tenant": "default", "key_id": "k", "function": "smol", "revision": 1, "endpoint": "chat",
+    "model": "smol", "durability": "process", "on_disconnect": "cancel", "stream": 1, "idempotency_key": "key",
+    "body_hash": b"h", "input_tokens": 3, "created_us": 1, "owner": "gw-old",
+}  # fmt: skip
+
+
+def tokens(first: int, owner: str = "gw-old") -> dict[str, Any]:
+    return {
+        "id": "chatcmpl-1", "me": owner, "epoch": 1, "first": first, "last": first, "before": first - 1,
+        "payload": b"p", "prefill_us": 1, "decode_us": first,
+    }  # fmt: skip
+
+
+async def running_request(session: Any) -> None:
+    assert await count(session, statements.ACCEPT, REQUEST) == 1
+    assigned = {"id": "chatcmpl-1", "me": "gw-old", "epoch": 0, "replica_id": "r", "slot_id": "s", "now": 1}
+    assert await count(session, statements.ASSIGN, assigned) == 1
+
+
+async def test_an_append_that_an_adoption_overtakes_leaves_nothing(sessions: tuple[Any, Any]) -> None:
+    former, heir = sessions
+    await running_request(former)
+    await former.execute("BEGIN")
+    (log_id,) = (await run(former, statements.LOG, tokens(1)))[0]
+    assert await count(heir, statements.ADOPT, {"me": "gw-new", "owner": "gw-old"}) == 1
+    row = {**tokens(1), "log_id": log_id}
+    assert await count(former, statements.APPEND, row) == 0
+    assert await count(former, statements.UNLOG, row) == 1
+    await former.execute("COMMIT")
+    assert await run(heir, statements.READ_LOG, {"id": "chatcmpl-1", "after": 0}) == []
+    (log_id,) = (await run(heir, statements.LOG, tokens(1, "gw-new")))[0]
+    assert await count(heir, statements.APPEND, {**tokens(1, "gw-new"), "log_id": log_id}) == 1
+
+
+async def test_an_adoption_waits_for_an_append_that_came_first_and_sees_it(sessions: tuple[Any, Any]) -> None:
+    former, heir = sessions
+    await running_request(former)
+    await former.execute("BEGIN")
+    (log_id,) = (await run(former, statements.LOG, tokens(1)))[0]
+    assert await count(former, statements.APPEND, {**tokens(1), "log_id": log_id}) == 1
+    adopting = asyncio.ensure_future(count(heir, statements.ADOPT, {"me": "gw-new", "owner": "gw-old"}))
+    done_early, _ = await asyncio.wait({adopting}, timeout=0.2)
+    assert not done_early
+    await former.execute("COMMIT")
+    assert await adopting == 1
+    log = await run(heir, statements.READ_LOG, {"id": "chatcmpl-1", "after": 0})
+    assert [tuple(row) for row in log] == [(1, b"p")]
+    assert await run(former, statements.LOG, tokens(2)) == []
+
+
+async def test_two_gateways_that_accept_under_one_key_make_one_request(sessions: tuple[Any, Any]) -> None:
+    first, second = sessions
+    await first.execute("BEGIN")
+    assert await count(first, statements.ACCEPT, REQUEST) == 1
+    other = {**REQUEST, "id": "chatcmpl-2", "owner": "gw-new"}
+    accepting = asyncio.ensure_future(count(second, statements.ACCEPT, other))
+    done_early, _ = await asyncio.wait({accepting}, timeout=0.2)
+    assert not done_early
+    await first.execute("COMMIT")
+    assert await accepting == 0
+
+
+async def test_an_account_moved_by_another_gateway_is_seen(sessions: tuple[Any, Any]) -> None:
+    first, second = sessions
+    opening = {"replica_id": "r", "tenant": "default", "function": "smol", "revision": 1, "now": 1}
+    assert await count(first, accounts._OPEN, opening) == 1
+    assert await count(second, accounts._OPEN, opening) == 0
+    moved = {
+        **dict.fromkeys(("charged_us", "charged_microusd", "attributed_us", "cold_us", "idle_us", "overhead_us"), 5),
+        **dict.fromkeys(("unreported_us", "held_us", "reported_us", "closed_us"), 5),
+        "replica_id": "r",
+        "version": 0,
+    }
+    assert await count(first, accounts._MOVE, moved) == 1
+    assert await count(second, accounts._MOVE, moved) == 0
