@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from model_loader.tokenizer import Detokenizer, Tokenizer
-
 from function_runtime.engine.errors import ContextExceeded, InvalidWork
 from function_runtime.engine.kv_cache import BLOCK_SIZE
 from function_runtime.engine.prefix import Chain
 from function_runtime.engine.request import Choice, Request
 from function_runtime.engine.scheduler import blocks_for
 from function_runtime.protocol import Sampling, Work
+from model_loader.tokenizer import Detokenizer, Tokenizer
 
 MAX_CHOICES = 128
 

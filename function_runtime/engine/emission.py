@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from model_loader.tokenizer import Tokenizer
-
 from function_runtime.engine.request import Choice, Request
 from function_runtime.engine.sampler import Row, Sampled
 from function_runtime.protocol import FinishReason, TokenEvent, TokenLogprob
+from model_loader.tokenizer import Tokenizer
 
 
 class Emitter:

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import enum
 
-from model_loader.tokenizer import Detokenizer
-
 from function_runtime.engine.output import Restored
 from function_runtime.engine.prefix import Chain
 from function_runtime.protocol import FinishReason, Work
+from model_loader.tokenizer import Detokenizer
 
 
 class Phase(enum.Enum):
