@@ -189,9 +189,10 @@ def audit(data_dir: Path) -> dict[str, int]:
         assert not open_states, f"requests without an outcome: {open_states}"
         logs: dict[str, list[tuple[int, int]]] = {}
         for request_id, first_seq, count in db.execute(
-            "WITH RECURSIVE chain (request_id, previous, first_seq, last_seq) AS (SELECT r.id, t.previous, t.first_seq, "
-            "t.last_seq FROM requests r JOIN token_log t ON t.id = r.log_head UNION ALL SELECT c.request_id, t.previous, "
-            "t.first_seq, t.last_seq FROM token_log t JOIN chain c ON t.id = c.previous) "
+            "WITH RECURSIVE chain (request_id, previous, first_seq, last_seq) AS ("
+            "SELECT r.id, t.previous, t.first_seq, t.last_seq FROM requests r JOIN token_log t ON t.id = r.log_head "
+            "UNION ALL SELECT c.request_id, t.previous, t.first_seq, t.last_seq "
+            "FROM token_log t JOIN chain c ON t.id = c.previous) "
             "SELECT request_id, first_seq, last_seq - first_seq + 1 FROM chain ORDER BY request_id, first_seq"
         ):
             logs.setdefault(request_id, []).append((first_seq, count))

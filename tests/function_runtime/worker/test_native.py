@@ -1,4 +1,4 @@
-"""Replicas of a real (tiny) model: resumed from stored KV or without it, byte for byte; pages shared, memory returned."""
+"""Replicas of a tiny model: resumed from stored KV or without it, byte for byte; pages shared, memory returned."""
 
 from __future__ import annotations
 
