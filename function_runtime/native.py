@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
@@ -26,6 +27,7 @@ from function_runtime.kv.identity import KvIdentity
 from function_runtime.kv.service import DurableKv
 from function_runtime.protocol import ReplicaSpec, Work
 from function_runtime.serving import KvService, Serving
+from model_loader.errors import LoaderError
 from model_loader.manifest import Manifest
 from model_loader.prepared import PreparedFile
 from model_loader.tokenizer import Tokenizer
@@ -34,6 +36,8 @@ ENGINE_FORMAT: Final = "native-1"
 """Changes whenever the engine fills KV differently for the same tokens."""
 MIN_FREE_BYTES: Final = 128 * 1024 * 1024
 """Below this an engine is not even begun: its first step would bring the machine down."""
+POPULATE_BYTES: Final = 4 * 1024 * 1024
+"""Per call, because the kernel holds up every new mapping of the process meanwhile (half a millisecond)."""
 _TORCH_TYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -93,12 +97,49 @@ class NativeEngine:
         return [(tail.choice, tail.start, tail.end) for tail in self._engine.kv_tails(request_id)]
 
 
+class MappedForm:
+    """A prepared form with its pages in this process's page tables, as far as `populated_bytes`."""
+
+    def __init__(self, path: Path) -> None:
+        self.form = PreparedFile.open(path, verify=False)
+        found = path.stat()
+        self._file = (found.st_ino, found.st_size)
+        self.populated_bytes = 0
+
+    @property
+    def is_current(self) -> bool:
+        """The path still names the file that is mapped."""
+        try:
+            found = self.form.path.stat()
+        except OSError:
+            return False
+        return (found.st_ino, found.st_size) == self._file
+
+    def populate_some(self) -> bool:
+        """False: nothing is left to do."""
+        if self.populated_bytes >= self.form.nbytes:
+            return False
+        self.form.populate(self.populated_bytes, POPULATE_BYTES)
+        self.populated_bytes = min(self.form.nbytes, self.populated_bytes + POPULATE_BYTES)
+        return True
+
+    def populate_rest(self) -> None:
+        """Beside the first step, which finds the pages there or faults them in itself."""
+        if self.populated_bytes < self.form.nbytes:
+            threading.Thread(target=self._populate_all, name="populate", daemon=True).start()
+
+    def _populate_all(self) -> None:
+        while self.populate_some():
+            pass
+
+
 class NativeBuilder:
     """Manifest and tokenizer first, which need no weights; then the engine on the mapped checkpoint."""
 
     def __init__(self) -> None:
         self._manifest: Manifest | None = None
         self._tokenizer: Tokenizer | None = None
+        self._ahead: dict[Path, MappedForm] = {}
 
     def warm_up(self) -> None:
         """Starts the compute threads and faults in the code of the operations every model runs."""
@@ -112,6 +153,21 @@ class NativeBuilder:
                 hidden = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
                 hidden = torch.cat((hidden.cos(), hidden.sin()), dim=-1).float().pow(2).mean(-1, keepdim=True)
                 hidden.rsqrt().argmax().item()
+
+    def map_ahead(self, paths: Sequence[Path]) -> bool:
+        for path in [known for known in self._ahead if known not in paths]:
+            del self._ahead[path]
+        for path in paths:
+            ahead = self._ahead.get(path)
+            if ahead is None:
+                try:
+                    ahead = self._ahead[path] = MappedForm(path)
+                except LoaderError:
+                    # Gone meanwhile; the agent's next word will say so.
+                    continue
+            if ahead.populate_some():
+                return True
+        return False
 
     def begin(self, spec: ReplicaSpec) -> None:
         free_bytes = process.available_bytes()
@@ -132,15 +188,21 @@ class NativeBuilder:
         if prepared is None or manifest is None or tokenizer is None:
             raise LoadError("no_checkpoint", "this engine needs a prepared checkpoint", retry=False)
         with watch.run("map") as stage:
-            form = PreparedFile.open(prepared, verify=False)
+            mapped = self._ahead.pop(prepared, None)
+            if mapped is None or not mapped.is_current:
+                mapped = MappedForm(prepared)
+            self._ahead.clear()
+            form = mapped.form
             if form.identity != manifest.identity:
                 raise LoadError("identity_mismatch", f"{prepared} is of another checkpoint", retry=True)
             stage.nbytes, stage.tier = form.nbytes, "pool"
+            stage.detail = f"mapped ahead: {mapped.populated_bytes} bytes"
         with watch.run("build") as stage:
             try:
-                engine = Engine.load(prepared, manifest.config, tokenizer, manifest.eos_token_ids, spec.options)
+                engine = Engine.load(form, manifest.config, tokenizer, manifest.eos_token_ids, spec.options)
             except EngineError as error:
                 raise LoadError(error.code, error.message, retry=error.retry) from error
+            mapped.populate_rest()
             kv_tokens = engine.stats.kv_total_blocks * engine.kv_layout.block_size
             stage.detail = f"threads={torch.get_num_threads()} kv_tokens={kv_tokens}"
         return NativeEngine(engine)

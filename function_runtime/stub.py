@@ -134,6 +134,9 @@ class StubBuilder:
     def warm_up(self) -> None:
         pass
 
+    def map_ahead(self, paths: Sequence[Path]) -> bool:
+        return False
+
     def begin(self, spec: ReplicaSpec) -> None:
         pass
 

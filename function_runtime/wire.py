@@ -39,6 +39,12 @@ class Prepared(Word, frozen=True):
     path: str
 
 
+class MapAhead(Word, frozen=True):
+    """To a waiting worker: the prepared forms in the pool that it should have mapped, and no others."""
+
+    paths: tuple[str, ...]
+
+
 class Ping(Word, frozen=True):
     """The agent lives; a worker that hears nothing for `lease_s` ends itself."""
 
@@ -50,7 +56,7 @@ class Drain(Word, frozen=True):
     reason: str
 
 
-AgentWord: TypeAlias = Specialise | Prepared | Ping | Drain
+AgentWord: TypeAlias = MapAhead | Specialise | Prepared | Ping | Drain
 
 
 # --- worker -> agent ---------------------------------------------------------------------------------------------

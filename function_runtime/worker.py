@@ -9,12 +9,12 @@ Exit codes: 0 drained, 1 could not become ready or the engine broke, 3 the agent
 from __future__ import annotations
 
 import os
-import secrets
+import select
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NoReturn, Protocol
 
@@ -30,6 +30,7 @@ from function_runtime.wire import (
     Drain,
     Farewell,
     LoadFailed,
+    MapAhead,
     Ping,
     Prepared,
     Ready,
@@ -51,6 +52,10 @@ class EngineBuilder(Protocol):
         """What a waiting worker may do ahead of knowing its model."""
         ...
 
+    def map_ahead(self, paths: Sequence[Path]) -> bool:
+        """Maps some more of these prepared forms and lets go of others; a few milliseconds a call. False: all done."""
+        ...
+
     def begin(self, spec: ReplicaSpec) -> None: ...
     def build(self, spec: ReplicaSpec, prepared: Path | None, watch: Stopwatch) -> EngineLike: ...
     def open_kv(
@@ -59,18 +64,26 @@ class EngineBuilder(Protocol):
 
 
 class _Words:
-    """The agent's words one by one; pings are of no matter before the loop runs."""
+    """The agent's words one by one, until the loop runs: pings are of no matter, mapping ahead is done on the way."""
 
-    def __init__(self, channel: AgentChannel) -> None:
+    def __init__(self, channel: AgentChannel, builder: EngineBuilder) -> None:
         self._channel = channel
+        self._builder = builder
         self._waiting: list[AgentWord] = []
+        self._ahead: list[Path] = []
+        self._has_more = False
 
     def next(self) -> AgentWord:
         while True:
             while self._waiting:
                 word = self._waiting.pop(0)
-                if not isinstance(word, Ping):
+                if isinstance(word, MapAhead):
+                    self._ahead = [Path(path) for path in word.paths]
+                    self._has_more = True
+                elif not isinstance(word, Ping):
                     return word
+            while self._has_more and not select.select([self._channel.socket], [], [], 0)[0]:
+                self._has_more = self._builder.map_ahead(self._ahead)
             self._waiting = self._channel.receive()
 
 
@@ -101,7 +114,7 @@ def run(control: socket.socket, builder: EngineBuilder, *, wait: bool) -> NoRetu
 
 
 def _live(channel: AgentChannel, builder: EngineBuilder) -> int:
-    words = _Words(channel)
+    words = _Words(channel, builder)
     word = words.next()
     if not isinstance(word, Specialise):
         return EXIT_DRAINED
@@ -182,7 +195,3 @@ def _redirect_output(log_path: str) -> None:
     os.close(log)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.stderr.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-
-
-def new_token() -> str:
-    return secrets.token_urlsafe(32)

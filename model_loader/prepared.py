@@ -36,6 +36,7 @@ _PREAMBLE: Final = struct.Struct("<8sIIQQQ32s8s")
 """magic, version, reserved, table offset, table bytes, file bytes, SHA-256 of the table, commit mark"""
 _PAGE_BYTES: Final = 4096
 _LARGE_BYTES: Final = 64 * 1024
+_MADV_POPULATE_READ: Final = 22
 _MAX_TABLE_BYTES: Final = 64 * 1024 * 1024
 _VERIFY_BYTES: Final = 4 * 1024 * 1024
 """Digested at a time: the checksum holds the interpreter's lock, others get it in between."""
@@ -263,6 +264,20 @@ class PreparedFile:
         count = entry.nbytes // ITEM_BYTES[entry.dtype]
         flat = np.frombuffer(self._mapping, dtype=kind, count=count, offset=entry.offset)
         return flat.reshape(entry.shape)
+
+    def populate(self, offset: int = 0, nbytes: int | None = None) -> None:
+        """Enters pages of the file into this process's page tables now, which costs less than a fault at the first use
+        of each. Does not hold the interpreter's lock. `offset` is a multiple of the page size. Best effort."""
+        import ctypes
+
+        import numpy as np
+
+        end = self.nbytes if nbytes is None else min(self.nbytes, offset + nbytes)
+        if offset < end:
+            address = np.frombuffer(self._mapping, np.uint8).ctypes.data
+            # NOTE: mmap.madvise would hold the lock all the while.
+            begin, count = ctypes.c_void_p(address + offset), ctypes.c_size_t(end - offset)
+            ctypes.CDLL(None).madvise(begin, count, _MADV_POPULATE_READ)
 
     def verify(self, on_bytes: Callable[[int], None] | None = None) -> None:
         """Checks every tensor's CRC32C; raises `IntegrityError` naming the first bad one."""

@@ -21,7 +21,8 @@ from function_runtime.errors import LoadError
 from function_runtime.protocol import PoolEntry, ReplicaSpec
 from model_loader.errors import LoaderError, error_from_code
 from model_loader.manifest import Manifest
-from model_loader.pool import ProgressCallback, WarmPool
+from model_loader.pool import SUFFIX, ProgressCallback, WarmPool
+from model_loader.pool_state import EntryState
 from model_loader.progress import Progress
 
 _HALF_TYPES: Final = ("float16", "bfloat16")
@@ -90,6 +91,11 @@ class Pool:
             )
             for entry in self._pool.entries()
         )
+
+    def ready_paths(self) -> list[Path]:
+        ready = [entry for entry in self._pool.entries() if entry.state is EntryState.READY]
+        ready.sort(key=lambda entry: -entry.last_used_us)
+        return [self._pool.directory / f"{entry.key}{SUFFIX}" for entry in ready]
 
     async def close(self) -> None:
         if self._scan is not None:

@@ -260,17 +260,16 @@ class Slot:
         template = self.workers.template
         settled = (not template.pid or template.is_ready) and all(worker.is_warm for worker in self.workers.waiting)
         memory = await asyncio.to_thread(sample, own | {replica.pid for replica in live if replica.pid})
-        self.memory_used_bytes = sum(m.pss_bytes for m in memory.values())
+        replica_pids = {replica.pid for replica in live}
+        self.memory_used_bytes = sum(
+            held.proportional_bytes if pid in replica_pids else held.own_bytes for pid, held in memory.items()
+        )
         if not live and not self.live and settled and own == self.own_pids:
             self.baseline.learn(memory)
         for replica in live:
             held = memory.get(replica.pid)
-            if held is not None and held.rss_bytes and not replica.is_final:
-                replica.memory = held
-        told = (self.memory_used_bytes // TOLD_BYTES, self.baseline.bytes // TOLD_BYTES)
-        if told != self._told_memory:
-            self._told_memory = told
-            self.slot_changed()
+            if held is not None and held.resident_bytes and not replica.is_final:
+                replica.memory = held.as_replica()
 
     # --- the whole ------------------------------------------------------------------------------------------------
 
@@ -303,6 +302,7 @@ class Slot:
 
     def _announce(self) -> None:
         self._announced = False
+        self.workers.map_ahead(self.pool.ready_paths())
         self.events.publish(SlotEvent(state=self.state()))
 
     async def close(self, grace_s: float, reason: str) -> None:

@@ -39,6 +39,7 @@ class WorkerProcess:
         self.farewell: Farewell | None = None
         self.farewell_ns = 0
         self.is_warm = False
+        self.mapped_ahead: tuple[str, ...] = ()
         self.report: Report | None = None
         self.heard_ns = time.monotonic_ns()
         self.gone: asyncio.Future[str] = loop.create_future()

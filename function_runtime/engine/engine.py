@@ -43,6 +43,7 @@ from function_runtime.engine.step import Drawn, StepRunner
 from function_runtime.engine.weights import map_weights
 from function_runtime.protocol import EngineOptions, TokenEvent, Work
 from model_loader.manifest import ModelConfig
+from model_loader.prepared import PreparedFile
 from model_loader.tokenizer import Tokenizer
 
 _DTYPE_NAMES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -85,7 +86,7 @@ class Engine:
     @classmethod
     def load(
         cls,
-        prepared_path: Path,
+        prepared: Path | PreparedFile,
         config: ModelConfig,
         tokenizer: Tokenizer,
         eos_token_ids: tuple[int, ...],
@@ -98,7 +99,7 @@ class Engine:
         threads = options.threads or len(os.sched_getaffinity(0))
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
-        return cls(Llama(config, map_weights(prepared_path, device)), tokenizer, eos_token_ids, options, device)
+        return cls(Llama(config, map_weights(prepared, device)), tokenizer, eos_token_ids, options, device)
 
     # --- between steps --------------------------------------------------------------------------------------------
 

@@ -17,8 +17,8 @@ from model_loader.prepared import PreparedFile
 _RAW: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def map_weights(path: Path, device: torch.device) -> dict[str, Tensor]:
-    file = PreparedFile.open(path, verify=False)
+def map_weights(prepared: Path | PreparedFile, device: torch.device) -> dict[str, Tensor]:
+    file = prepared if isinstance(prepared, PreparedFile) else PreparedFile.open(prepared, verify=False)
     weights: dict[str, Tensor] = {}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable.*")
