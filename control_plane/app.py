@@ -31,7 +31,7 @@ from control_plane.dispatch import Dispatcher
 from control_plane.errors import StokerError
 from control_plane.fleet import Fleet
 from control_plane.functions import FunctionStore, ImportState
-from control_plane.gateway.generate import origin_of
+from control_plane.gateway.acceptance import origin_of
 from control_plane.gateway.prompts import PromptMakers
 from control_plane.gateway.routes import routes
 from control_plane.importing import Importing

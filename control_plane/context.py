@@ -52,6 +52,8 @@ class AppContext:
     draining: bool = False
     """No new requests any more: the process is going down."""
     ready: bool = False
+    body_bytes: int = 0
+    """Of request bodies that are being read."""
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by a signal or over HTTP: drain and end."""
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from control_plane.commit import RETRY_S, Commits
@@ -99,22 +100,31 @@ class Dispatcher:
         lane = self.lanes.get((key, identity))
         return lane is not None and lane.ready
 
-    def check_room(self, key: FunctionKey, identity: str, nbytes: int) -> None:
-        """Refuse what would have to wait behind too much; called before a request is accepted."""
+    @contextmanager
+    def room(self, key: FunctionKey, identity: str, nbytes: int) -> Iterator[None]:
+        """Reserve a place in the queue while a request is accepted; refuse what would wait behind too much."""
         reason = self.unusable(key, identity)
         if reason:
             raise ModelUnusable(reason)
         lane = self.lane(key, identity)
-        if not lane.waiting and any(seat.has_room for seat in lane.seats.values()):
-            return
+        places = sum(seat.room for seat in lane.seats.values())
         lanes = self.lanes_of(key)
-        waiting = sum(len(lane.waiting) for lane in lanes)
+        waiting = sum(len(each.waiting) + each.entering for each in lanes) - places
         if waiting >= self._queue.max_requests:
             raise Saturated(
                 f"{waiting} requests are waiting for {lane.function} already; at most {self._queue.max_requests} may"
             )
-        if sum(lane.waiting_bytes for lane in lanes) + nbytes > self._queue.max_bytes:
+        waiting_bytes = sum(each.waiting_bytes + each.entering_bytes for each in lanes)
+        if waiting >= 0 and waiting_bytes + nbytes > self._queue.max_bytes:
             raise Saturated(f"the requests waiting for {lane.function} hold {self._queue.max_bytes} bytes already")
+
+        lane.entering += 1
+        lane.entering_bytes += nbytes
+        try:
+            yield
+        finally:
+            lane.entering -= 1
+            lane.entering_bytes -= nbytes
 
     def enter(self, request: LiveRequest, *, front: bool = False) -> None:
         """Own an accepted request that is with no replica."""
@@ -128,6 +138,11 @@ class Dispatcher:
         self._timeouts.arm(request)
         self.pump(lane)
         self.on_demand(lane.key, bool(lane.waiting))
+
+    def hold(self, request: LiveRequest) -> None:
+        """Own a request that may still run somewhere; it waits for news of that."""
+        self.requests[request.request_id] = request
+        self._timeouts.arm(request)
 
     def pump(self, lane: Lane) -> None:
         """Release as many waiting requests as there are free places."""
@@ -159,7 +174,11 @@ class Dispatcher:
         except StokerError as error:
             logger.warning("event=assign_refused request=%s error=%s", request.request_id, error)
             await asyncio.sleep(RETRY_S[2])
-            if request.phase is Phase.ASSIGNING:
+            if request.phase is not Phase.ASSIGNING:
+                return
+            if request.cancelling is not None:
+                self._end(request, request.cancelling, request.cancel_error)
+            else:
                 self._requeue(request)
             return
         request.epoch = epoch
@@ -178,6 +197,7 @@ class Dispatcher:
         request.move(Phase.RUNNING)
         request.conclusion = None
         request.device = DeviceTime()
+        request.attached = False
         request.received = request.log.last_seq
         request.submit_ns = time.monotonic_ns()
         request.last_token_ns = 0
@@ -225,7 +245,9 @@ class Dispatcher:
             self._commits.conclude(request, Lost(f"{message.code}: {message.message}", message.retry, error))
         elif isinstance(message, Unknown):
             self._commits.conclude(request, Lost("the replica does not know the request"))
-        elif isinstance(message, Accepted):
+        elif isinstance(message, Attached):
+            request.attached = True
+        elif isinstance(message, Accepted) and not request.attached:
             request.stages.load_kv_us += message.load_us
             if request.log.last_seq or message.loaded_tokens:
                 self._spawn(self._write_taken(message))

@@ -200,6 +200,7 @@ class Importing:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 limit=LINE_BYTES,
+                start_new_session=True,  # a Ctrl-C at our terminal is not meant for it
             )
         except OSError as error:
             return _Line("error", code="import_failed", message=f"cannot run the importer: {error}", retry=True)

@@ -63,6 +63,10 @@ class Seat:
     def has_room(self) -> bool:
         return self.accepting and len(self.in_flight) < self.max_requests
 
+    @property
+    def room(self) -> int:
+        return max(self.max_requests - len(self.in_flight), 0) if self.accepting else 0
+
     def take(self, request: LiveRequest) -> None:
         self.in_flight[request.request_id] = request
         request.seat = self
@@ -86,6 +90,9 @@ class Lane:
         self.identity = identity
         self.waiting: deque[LiveRequest] = deque()
         self.waiting_bytes = 0
+        self.entering = 0
+        """Requests that are being accepted: they hold a place already."""
+        self.entering_bytes = 0
         self.seats: dict[str, Seat] = {}
         self.generation = 0
         self.gaps_s: deque[float] = deque(maxlen=GAPS_KEPT)

@@ -109,8 +109,8 @@ class Origin:
 class LiveRequest:
     __slots__ = (
         "accept_ns",
+        "attached",
         "attempt_first",
-        "attempt_seq",
         "cached_tokens",
         "cancel_error",
         "cancelling",
@@ -166,8 +166,9 @@ class LiveRequest:
         self.device = DeviceTime()
         self.fruitless = 0
         """Attempts in a row that were lost without a single new token."""
-        self.attempt_seq = 0
         self.attempt_first = 0
+        self.attached = False
+        """The attempt was begun by an earlier life of this gateway; the replica tells of it again."""
         self.accept_ns = time.monotonic_ns()
         self.submit_ns = 0
         self.last_token_ns = 0

@@ -105,11 +105,12 @@ class ReplicaLink(asyncio.Protocol):
 
     def set_busy(self, busy: bool) -> None:
         """Whether work is in flight: only then silence means a stall."""
-        if busy and not self.busy:
+        begins = busy and not self.busy
+        self.busy = busy
+        if begins:
             self._heard_s = time.monotonic()
             if self._stall_timer is None:
                 self._watch()
-        self.busy = busy
 
     def close(self) -> None:
         """End the connection; the listener is not told."""

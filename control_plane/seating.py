@@ -17,7 +17,7 @@ from control_plane.fleet import GONE, Fleet
 from control_plane.lanes import Seat
 from control_plane.live_request import LiveRequest
 from control_plane.replica_link import LinkError, ReplicaLink
-from function_runtime.protocol import ReplicaState, ReplicaStatus
+from function_runtime.protocol import STALLED_AFTER_S, ReplicaState, ReplicaStatus
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Adoption:
 
     def hold(self, live: LiveRequest, replica_id: str) -> None:
         live.log.note = "looking for its replica"
-        self._dispatcher.requests[live.request_id] = live
+        self._dispatcher.hold(live)
         self._waiting.setdefault(replica_id, {})[live.request_id] = live
 
     def expects(self, replica_id: str) -> bool:
@@ -109,7 +109,12 @@ class Seating:
                     return
                 try:
                     link = await ReplicaLink.connect(
-                        status.host, status.port, status.token, self._gateway_id, self._dispatcher
+                        status.host,
+                        status.port,
+                        status.token,
+                        self._gateway_id,
+                        self._dispatcher,
+                        stalled_after_s=STALLED_AFTER_S,
                     )
                 except LinkError as error:
                     logger.warning("event=connect_failed replica=%s error=%s", replica_id, error)

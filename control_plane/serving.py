@@ -141,13 +141,9 @@ class Serving:
 
     # --- for requests ---
 
-    async def servable(self, model: str, tenant: str, *, no_wait: bool) -> Servable:
-        """The revision that takes a new request now; waits for an import where nothing else can serve."""
-        function = self._functions.resolve(model, tenant)
-        found = self._serves_now(function)
-        if found is not None:
-            return found
-        return await self._wait_servable(model, tenant, no_wait)
+    def serves_now(self, model: str, tenant: str) -> Servable | None:
+        """The revision that takes a new request; None while there is none that could."""
+        return self._serves_now(self._functions.resolve(model, tenant))
 
     def _serves_now(self, function: Function) -> Servable | None:
         key = (function.tenant, function.name)
@@ -171,7 +167,8 @@ class Serving:
             found = self._servables[key, revision.revision] = servable_of(revision)
         return found
 
-    async def _wait_servable(self, model: str, tenant: str, no_wait: bool) -> Servable:
+    async def wait_servable(self, model: str, tenant: str, no_wait: bool) -> Servable:
+        """Waits for an import where nothing can serve yet; raises why nothing will."""
         started_s = time.monotonic()
         while True:
             function = self._functions.resolve(model, tenant)

@@ -1,58 +1,31 @@
 """POST /v1/chat/completions and /v1/completions: parse, resolve, tokenise, accept, then read like any other reader.
 
-A request is accepted (journalled) in a task of its own, so that a client's leaving in that very moment cannot leave it
-half made. Limits: several prompts in one completion are several requests whose answers are joined; such an answer
-cannot be streamed or attached to.
+While a model is still being imported there is nothing to accept yet; a stream that waits for it gets its heartbeats all
+the same. Limits: several prompts in one completion are several requests whose answers are joined; such an answer cannot
+be streamed or attached to.
 """
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
-import random
-import secrets
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Final
 
 import msgspec
 from aiohttp import web
 
 from control_plane.context import CONTEXT, AppContext
-from control_plane.errors import InvalidRequest, ModelLoading, Unavailable
+from control_plane.errors import InvalidRequest, ModelLoading, Saturated, StokerError, Unavailable
+from control_plane.gateway.acceptance import accept, new_origin, randomness, reading
 from control_plane.gateway.access import authenticate
-from control_plane.gateway.parsing import (
-    Endpoint,
-    GenerationRequest,
-    RenderOptions,
-    parse_chat,
-    parse_completion,
-)
-from control_plane.gateway.reading import Answer, first_failure, send_stream, send_whole
-from control_plane.gateway.rendering import Head, Usage, choices_of
-from control_plane.live_request import LiveRequest, Origin, TimeLimits
-from control_plane.records import NewRequest, RequestRecord, pack_tokens, unpack_tokens
-from control_plane.request_log import End, RequestLog
+from control_plane.gateway.parsing import Endpoint, GenerationRequest, parse_chat, parse_completion
+from control_plane.gateway.reading import Answer, EventWriter, first_failure, send_stream, send_whole
+from control_plane.gateway.rendering import Usage, choices_of
+from control_plane.live_request import LiveRequest, Origin
 from control_plane.serving import Servable
 from control_plane.tenants import ApiKey
-from function_runtime.protocol import Sampling
 
 MAX_IDEMPOTENCY_CHARS: Final = 255
-_random: Final = random.Random(secrets.randbits(256))
-"""For ids and seeds: unlikely to meet, not secret. A system call each would cost more than the rest of the parsing."""
-_encode: Final = msgspec.msgpack.Encoder().encode
-
-
-class Params(msgspec.Struct, frozen=True, array_like=True):
-    """What the journal keeps of a request beside its prompt."""
-
-    sampling: Sampling
-    options: RenderOptions
-    identity: str
-
-
-_decode_params: Final = msgspec.msgpack.Decoder(Params).decode
+UNKNOWN_BODY_BYTES: Final = 1 << 20
+"""What a body of unstated length is counted as while it is read."""
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -68,13 +41,48 @@ async def _generate(request: web.Request, endpoint: Endpoint) -> web.StreamRespo
     principal = authenticate(context, request)
     if context.draining:
         raise Unavailable("the service is going down; it will be back", code="draining", retry_after_s=2.0)
-    body = await request.read()
+    body = await _read_body(context, request)
     parsed = parse_chat(body) if endpoint is Endpoint.CHAT else parse_completion(body)
     key = request.headers.get("Idempotency-Key")
     if key is not None and (not key or len(key) > MAX_IDEMPOTENCY_CHARS):
         raise InvalidRequest(f"Idempotency-Key must have 1 to {MAX_IDEMPOTENCY_CHARS} characters")
+    writer = EventWriter(request, context.settings.http.heartbeat_s) if parsed.options.stream else None
+    try:
+        return await _serve(request, context, principal, parsed, key, body, writer)
+    except StokerError as error:
+        if writer is None or not writer.open:
+            raise
+        return await writer.fail(error)
+
+
+async def _read_body(context: AppContext, request: web.Request) -> bytes:
+    """Bodies being read share one bound, whatever each of them may have."""
+    http = context.settings.http
+    announced = min(request.content_length or UNKNOWN_BODY_BYTES, http.body_bytes)
+    bound = max(context.settings.queue.max_bytes, http.body_bytes)
+    if context.body_bytes + announced > bound:
+        raise Saturated(f"request bodies of {context.body_bytes} bytes are being read already; at most {bound} may")
+    context.body_bytes += announced
+    try:
+        return await request.read()
+    finally:
+        context.body_bytes -= announced
+
+
+async def _serve(
+    request: web.Request,
+    context: AppContext,
+    principal: ApiKey,
+    parsed: GenerationRequest,
+    key: str | None,
+    body: bytes,
+    writer: EventWriter | None,
+) -> web.StreamResponse:
     no_wait = request.headers.get("x-stoker-no-wait", "0") not in ("", "0", "false")
-    servable = await context.serving.servable(parsed.model, principal.tenant, no_wait=no_wait)
+    servable = context.serving.serves_now(parsed.model, principal.tenant)
+    if servable is None:
+        found = context.serving.wait_servable(parsed.model, principal.tenant, no_wait)
+        servable = await (found if writer is None else writer.hold(found, "waiting for the model's import"))
     maker = await context.prompts.get(servable.manifest_path)
     context_tokens = servable.context_tokens(maker.manifest.context_length)
     prompts = await maker.prompts(parsed, context_tokens)
@@ -88,162 +96,16 @@ async def _generate(request: web.Request, endpoint: Endpoint) -> web.StreamRespo
         if key is not None:
             raise InvalidRequest("an Idempotency-Key needs a single prompt", param="prompt")
         return await _several(request, context, principal, parsed, servable, prompts)
-    sampling = maker.sampling(parsed.sampling, len(prompts[0]), context_tokens, _random.getrandbits(63))
+    sampling = maker.sampling(parsed.sampling, len(prompts[0]), context_tokens, randomness.getrandbits(63))
     echo = maker.text(prompts[0]) if parsed.echo else ""
     kv_scope = await context.keys.kv_scope(principal.tenant)
-    accepted = await _accept_shielded(
-        context, _origin(principal, parsed, servable, prompts[0], sampling, echo, kv_scope), servable, key, body
-    )
-    live, answer = accepted
-    headers = {"x-request-id": answer.head.request_id}
+    origin = new_origin(principal, parsed, servable, prompts[0], sampling, echo, kv_scope)
+    live, answer = await accept(context, origin, servable, key, body)
     request["request_id"] = answer.head.request_id
     with reading(context, live):
-        if parsed.options.stream:
-            return await send_stream(request, answer, 0, context.settings.http.heartbeat_s, headers)
-        return await send_whole(answer, headers)
-
-
-@contextmanager
-def reading(context: AppContext, live: LiveRequest | None) -> Iterator[None]:
-    """While it lasts somebody reads. When the last reader of a request that is not detached leaves, its work stops."""
-    if live is None:
-        yield
-        return
-    live.readers += 1
-    try:
-        yield
-    finally:
-        live.readers -= 1
-        if live.readers == 0 and live.live and not live.detached and not context.draining:
-            context.dispatcher.cancel(live)
-
-
-def _origin(
-    principal: ApiKey,
-    parsed: GenerationRequest,
-    servable: Servable,
-    prompt: tuple[int, ...],
-    sampling: Sampling,
-    echo: str,
-    kv_scope: str,
-) -> Origin:
-    options = msgspec.structs.replace(parsed.options, echo=echo) if echo else parsed.options
-    return Origin(
-        request_id=f"{options.endpoint.id_prefix}{_random.getrandbits(128):032x}",
-        tenant=principal.tenant,
-        key_id=principal.id,
-        function=servable.function,
-        revision=servable.revision,
-        identity=servable.identity,
-        model=parsed.model,
-        prompt=prompt,
-        sampling=sampling,
-        options=options,
-        limits=servable.limits,
-        kv_scope=kv_scope,
-        write_kv=servable.durability != "off",
-        durable=servable.durability != "off",
-        created_us=time.time_ns() // 1000,
-    )
-
-
-async def _accept_shielded(
-    context: AppContext, origin: Origin, servable: Servable, key: str | None, body: bytes
-) -> tuple[LiveRequest | None, Answer]:
-    task = asyncio.get_running_loop().create_task(_accept(context, origin, servable, key, body))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        task.add_done_callback(lambda done: _left_at_once(context, done))
-        raise
-
-
-def _left_at_once(context: AppContext, done: asyncio.Task[tuple[LiveRequest | None, Answer]]) -> None:
-    """The client went away while its request was being accepted: it is a reader that has come and gone."""
-    if not done.cancelled() and done.exception() is None:
-        with reading(context, done.result()[0]):
-            pass
-
-
-async def _accept(
-    context: AppContext, origin: Origin, servable: Servable, key: str | None, body: bytes
-) -> tuple[LiveRequest | None, Answer]:
-    dispatcher = context.dispatcher
-    dispatcher.check_room(origin.key, origin.identity, origin.nbytes)
-    detached = key is not None or servable.on_disconnect == "detach"
-    new = NewRequest(
-        id=origin.request_id,
-        tenant=origin.tenant,
-        key_id=origin.key_id,
-        function=origin.function,
-        revision=origin.revision,
-        endpoint=origin.options.endpoint.value,
-        model=origin.model,
-        params=_encode(Params(origin.sampling, origin.options, origin.identity)),
-        prompt=pack_tokens(origin.prompt),
-        on_disconnect="detach" if detached else "cancel",
-        stream=origin.options.stream,
-        durability=servable.durability,
-        created_us=origin.created_us,
-        idempotency_key=key,
-        body_hash=None
-        if key is None
-        else hashlib.sha256(origin.options.endpoint.value.encode() + b"\0" + body).digest(),
-    )
-    accepted = await context.journal.accept(new)
-    if accepted.attached:
-        return await find(context, accepted.record)
-    live = LiveRequest(origin, detached)
-    dispatcher.enter(live)
-    return live, answer_of(live)
-
-
-def answer_of(live: LiveRequest) -> Answer:
-    origin = live.origin
-    head = Head(origin.request_id, origin.model, origin.created_us // 1_000_000)
-    return Answer(head, origin.options, live.log, len(origin.prompt), origin.sampling.n)
-
-
-async def find(context: AppContext, record: RequestRecord) -> tuple[LiveRequest | None, Answer]:
-    """A known request: live here, or ended and read back from the journal."""
-    live = context.dispatcher.requests.get(record.id)
-    if live is not None:
-        return live, answer_of(live)
-    if not record.state.ended:
-        fresh = await context.journal.get(record.id)
-        if fresh is None or not fresh.state.ended:
-            raise Unavailable(f"{record.id} is with another gateway; ask there or try again", retry_after_s=1.0)
-        record = fresh
-    if not record.params:
-        raise InvalidRequest(f"the log of {record.id} is no longer kept", code="log_expired")
-    params = _decode_params(record.params)
-    events = await context.journal.log(record.id)
-    outcome = record.outcome
-    end = End(record.state, record.cached_tokens, outcome.error if outcome is not None else None)
-    head = Head(record.id, record.model, record.created_us // 1_000_000)
-    return None, Answer(head, params.options, RequestLog(events, end), record.input_tokens, params.sampling.n)
-
-
-def origin_of(record: RequestRecord, limits: TimeLimits, kv_scope: str) -> Origin:
-    """The origin of a request adopted from the journal."""
-    params = _decode_params(record.params)
-    return Origin(
-        request_id=record.id,
-        tenant=record.tenant,
-        key_id=record.key_id,
-        function=record.function,
-        revision=record.revision,
-        identity=params.identity,
-        model=record.model,
-        prompt=unpack_tokens(record.prompt),
-        sampling=params.sampling,
-        options=params.options,
-        limits=limits,
-        kv_scope=kv_scope,
-        write_kv=record.durability != "off",
-        durable=record.durability != "off",
-        created_us=record.created_us,
-    )
+        if writer is not None:
+            return await send_stream(writer, answer, 0)
+        return await send_whole(answer)
 
 
 async def _several(
@@ -260,14 +122,14 @@ async def _several(
     kv_scope = await context.keys.kv_scope(principal.tenant)
     origins: list[Origin] = []
     for prompt in prompts:
-        sampling = maker.sampling(parsed.sampling, len(prompt), context_tokens, _random.getrandbits(63))
+        sampling = maker.sampling(parsed.sampling, len(prompt), context_tokens, randomness.getrandbits(63))
         echo = maker.text(prompt) if parsed.echo else ""
-        origins.append(_origin(principal, parsed, servable, prompt, sampling, echo, kv_scope))
+        origins.append(new_origin(principal, parsed, servable, prompt, sampling, echo, kv_scope))
     lives: list[LiveRequest | None] = []
     answers: list[Answer] = []
     try:
         for origin in origins:
-            live, answer = await _accept_shielded(context, origin, servable, None, b"")
+            live, answer = await accept(context, origin, servable, None, b"")
             if live is not None:
                 live.readers += 1
             lives.append(live)

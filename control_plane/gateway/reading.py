@@ -7,9 +7,10 @@ known before anything was sent becomes a plain HTTP error. Limits: usage is told
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from aiohttp import web
 
@@ -23,6 +24,10 @@ HOLD_HEADERS_S: Final = 1.0
 """For this long a failure can still be told by the status; then the headers go out, so that the reader knows the id."""
 BATCH_TOKENS: Final = 256
 """Most tokens rendered before the reader's socket is looked at again."""
+
+STALLED_READER_S: Final = 120.0
+"""A reader whose socket takes nothing for this long holds a handler and a connection for nothing."""
+T = TypeVar("T")
 
 _STREAM_HEADERS: Final = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -45,48 +50,111 @@ class Answer:
         return Usage(self.prompt_tokens, self.log.last_seq, end.cached_tokens)
 
 
-async def send_stream(
-    request: web.Request, answer: Answer, after_seq: int, heartbeat_s: float, headers: dict[str, str]
-) -> web.StreamResponse:
+class EventWriter:
+    """One reader's SSE response: opened as late as possible, so that a failure can still be told by the status."""
+
+    def __init__(self, request: web.Request, heartbeat_s: float) -> None:
+        self._request = request
+        self._response = web.StreamResponse(headers=_STREAM_HEADERS)
+        self._writing_since_s = 0.0
+        self._watch: asyncio.TimerHandle | None = None
+        self.heartbeat_s = heartbeat_s
+        self.open = False
+
+    async def begin(self, request_id: str) -> None:
+        if not self.open:
+            if request_id:
+                self._response.headers["x-request-id"] = request_id
+            await self._response.prepare(self._request)
+            self.open = True
+            self._watch_stall()
+
+    async def write(self, data: bytes) -> None:
+        self._writing_since_s = time.monotonic()
+        await self._response.write(data)
+        self._writing_since_s = 0.0
+
+    async def end(self, data: bytes) -> web.StreamResponse:
+        self._writing_since_s = time.monotonic()
+        try:
+            await self._response.write_eof(data)
+        finally:
+            self.close()
+        return self._response
+
+    async def fail(self, error: StokerError) -> web.StreamResponse:
+        return await self.end(error_event(error.body()) + DONE)
+
+    async def hold(self, work: Coroutine[Any, Any, T], note: str) -> T:
+        """Heartbeats until `work` is done."""
+        task = asyncio.get_running_loop().create_task(work)
+        try:
+            wait_s = min(HOLD_HEADERS_S, self.heartbeat_s)
+            while not (await asyncio.wait([task], timeout=wait_s))[0]:
+                await self.begin("")
+                await self.write(comment(f"heartbeat: {note}"))
+                wait_s = self.heartbeat_s
+            return task.result()
+        finally:
+            task.cancel()
+
+    def _watch_stall(self) -> None:
+        """A reader that takes nothing for `STALLED_READER_S` is cut off; it can come back with its cursor."""
+        transport = self._request.transport
+        if transport is None:
+            return
+        since_s = self._writing_since_s
+        if since_s and time.monotonic() - since_s > STALLED_READER_S:
+            transport.abort()
+            return
+        self._watch = asyncio.get_running_loop().call_later(STALLED_READER_S / 2, self._watch_stall)
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+
+
+async def send_stream(writer: EventWriter, answer: Answer, after_seq: int) -> web.StreamResponse:
     log = answer.log
     events = EventStream(answer.head, answer.options, answer.prompt_tokens, log.events[:after_seq])
     cursor = after_seq
-    response = web.StreamResponse(headers={**_STREAM_HEADERS, **headers})
-    prepared = False
-    wait_s = min(HOLD_HEADERS_S, heartbeat_s)
-    while True:
-        moved = await log.changed(cursor, wait_s)
-        if not prepared:
-            if log.end is not None and log.last_seq <= cursor and (error := failure_of(log.end)) is not None:
-                raise error
-            await response.prepare(request)
-            prepared = True
-        wait_s = heartbeat_s
-        if not moved:
-            await response.write(comment(f"heartbeat: {log.note}"))
-            continue
-        end = log.end
-        batch: Sequence[object] = log.events[cursor : cursor + BATCH_TOKENS]
-        data = events.render(log.events[cursor : cursor + BATCH_TOKENS], cursor + 1)
-        cursor += len(batch)
-        if end is not None and cursor >= log.last_seq:
-            error = failure_of(end)
-            if error is None:
-                data += events.end(answer.usage(end), log.last_seq)
-            else:
-                data += error_event(error.body()) + DONE
-            await response.write_eof(data)
-            return response
-        if data:
-            await response.write(data)
+    wait_s = min(HOLD_HEADERS_S, writer.heartbeat_s)
+    try:
+        while True:
+            moved = await log.changed(cursor, wait_s)
+            if not writer.open:
+                if log.end is not None and log.last_seq <= cursor and (error := failure_of(log.end)) is not None:
+                    raise error
+                await writer.begin(answer.head.request_id)
+            wait_s = writer.heartbeat_s
+            if not moved:
+                await writer.write(comment(f"heartbeat: {log.note}"))
+                continue
+            end = log.end
+            batch = log.events[cursor : cursor + BATCH_TOKENS]
+            data = events.render(batch, cursor + 1)
+            cursor += len(batch)
+            if end is not None and cursor >= log.last_seq:
+                error = failure_of(end)
+                if error is None:
+                    data += events.end(answer.usage(end), log.last_seq)
+                else:
+                    data += error_event(error.body()) + DONE
+                return await writer.end(data)
+            if data:
+                await writer.write(data)
+    finally:
+        writer.close()
 
 
-async def send_whole(answer: Answer, headers: dict[str, str]) -> web.Response:
+async def send_whole(answer: Answer) -> web.Response:
     end = await answer.log.ended()
     error = failure_of(end)
     if error is not None:
         raise error
     body = whole_answer(answer.head, answer.options, answer.log.events, answer.usage(end), answer.n)
+    headers = {"x-request-id": answer.head.request_id}
     return web.Response(body=body, content_type="application/json", headers=headers)
 
 

@@ -13,9 +13,9 @@ from aiohttp import web
 
 from control_plane.context import CONTEXT, AppContext
 from control_plane.errors import InvalidRequest, NotFound
+from control_plane.gateway.acceptance import find, reading
 from control_plane.gateway.access import authenticate
-from control_plane.gateway.generate import find, reading
-from control_plane.gateway.reading import Answer, send_stream, send_whole
+from control_plane.gateway.reading import Answer, EventWriter, send_stream, send_whole
 from control_plane.live_request import LiveRequest
 from control_plane.records import RequestState
 
@@ -58,9 +58,8 @@ async def stream(request: web.Request) -> web.StreamResponse:
             f"event {cursor} has not happened: the log of {answer.head.request_id} ends at {answer.log.last_seq}",
             param="starting_after",
         )
-    headers = {"x-request-id": answer.head.request_id}
     with reading(context, live):
-        return await send_stream(request, answer, cursor, context.settings.http.heartbeat_s, headers)
+        return await send_stream(EventWriter(request, context.settings.http.heartbeat_s), answer, cursor)
 
 
 async def retrieve(request: web.Request) -> web.Response:
@@ -76,7 +75,7 @@ async def retrieve(request: web.Request) -> web.Response:
             "tokens": answer.log.last_seq,
         }
         return web.json_response(body, status=202, headers=headers)
-    return await send_whole(answer, headers)
+    return await send_whole(answer)
 
 
 async def cancel(request: web.Request) -> web.Response:

@@ -118,6 +118,7 @@ async def test_after_a_gateways_death_a_reader_gets_the_rest_and_only_the_rest(p
     assert text_of(before + after) == answer_of(LONG)
     assert [place for place, _ in before + after] == [*range(1, LONG + 1), LONG]
     # The replica lived on: it was attached to, and nothing was computed twice.
+    assert await plane.context.decisions.of_request(request_id) == []
     assert len(plane.slot.started) == 1
     assert len(plane.slot.living[0].works) == 1
 

@@ -132,3 +132,33 @@ async def test_min_replicas_are_there_before_anybody_asks(plane: Plane) -> None:
     await plane.slot.kill(plane.slot.living[0])
     await until(lambda: len(plane.slot.living) == 2)
     assert len(plane.slot.started) == 3
+
+
+async def test_a_stream_that_waits_for_an_import_gets_heartbeats(plane: Plane) -> None:
+    uri, identity, manifest = plane.checkpoint
+    await plane.context.functions.put(parse_mapping({"name": "fn", "model": uri, "engine": "stub"}), "default")
+    async with plane.post(body(stream=True)) as response:
+        stream = Stream(response)
+        reading = asyncio.ensure_future(stream.all())
+        await until(lambda: len(stream.comments) >= 2)
+        await plane.context.functions.set_import(
+            "fn", "default", 1, ImportState.READY, identity=identity, manifest_path=manifest
+        )
+        events = await reading
+    assert all("import" in comment for comment in stream.comments[:2])
+    assert text_of(events) == "".join(token_text(7, 0, position) for position in range(5))
+
+
+async def test_a_stream_that_waited_for_an_import_in_vain_ends_with_its_error(plane: Plane) -> None:
+    uri = plane.checkpoint[0]
+    await plane.context.functions.put(parse_mapping({"name": "fn", "model": uri, "engine": "stub"}), "default")
+    plane.context.serving.import_again = lambda revision: False
+    async with plane.post(body(stream=True)) as response:
+        stream = Stream(response)
+        reading = asyncio.ensure_future(stream.all())
+        await until(lambda: stream.comments)
+        error = RevisionError("format_error", "truncated")
+        await plane.context.functions.set_import("fn", "default", 1, ImportState.FAILED, error=error)
+        events = await reading
+    assert events[0][1]["error"]["code"] == "model_unusable"
+    assert events[1][1] == "[DONE]"

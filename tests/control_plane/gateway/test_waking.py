@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+
+import pytest
 
 from control_plane.settings import QueueSettings, Settings
 from function_runtime.protocol import ReplicaError
@@ -71,8 +74,6 @@ async def test_not_waiting_gets_503_model_loading_and_wakes_all_the_same(plane: 
 
 
 async def test_a_full_queue_gets_429(slot: FakeSlot, settings: Settings, checkpoint: tuple[str, str, str]) -> None:
-    import dataclasses
-
     slot.behaviour.never_ready = True
     plane = Plane(dataclasses.replace(settings, queue=QueueSettings(max_requests=2)), slot, checkpoint)
     await plane.start()
@@ -117,9 +118,10 @@ async def test_a_bad_checkpoint_reaches_the_waiting_requests_and_is_not_tried_in
 
 async def test_a_start_that_may_succeed_later_is_repeated_while_requests_wait(plane: Plane) -> None:
     plane.slot.behaviour.start_error = ReplicaError("no_memory", "not now", True)
+    plane.slot.behaviour.start_s = 0.1
     await plane.deploy()
     task = asyncio.ensure_future(plane.post(body()))
-    await until(lambda: plane.slot.started)
+    await until(lambda: plane.context.loop.start_error(("default", "fn"), 1))
     plane.slot.behaviour.start_error = None
     assert (await task).status == 200
     assert len(plane.slot.started) == 2
@@ -149,3 +151,39 @@ async def test_more_load_starts_more_replicas(plane: Plane) -> None:
     responses = await asyncio.gather(*(plane.post(body()) for _ in range(6)))
     assert all(response.status == 200 for response in responses)
     assert len(plane.slot.started) == 3
+
+
+async def test_a_burst_does_not_overrun_the_bound_of_the_queue(
+    slot: FakeSlot, settings: Settings, checkpoint: tuple[str, str, str]
+) -> None:
+    slot.behaviour.never_ready = True
+    plane = Plane(dataclasses.replace(settings, queue=QueueSettings(max_requests=3)), slot, checkpoint)
+    await plane.start()
+    try:
+        await plane.deploy()
+        tasks = [asyncio.ensure_future(plane.post(body())) for _ in range(20)]
+        await until(lambda: sum(task.done() for task in tasks) == 17)
+        assert {task.result().status for task in tasks if task.done()} == {429}
+        for task in tasks:
+            task.cancel()
+        await until(lambda: not plane.context.dispatcher.requests)
+        assert all(lane.entering == 0 for lane in plane.context.dispatcher.lanes.values())
+    finally:
+        await plane.stop()
+
+
+async def test_a_replica_that_stops_making_progress_is_ended_and_replaced(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("control_plane.seating.STALLED_AFTER_S", 0.2)
+    plane.slot.behaviour.stop_after = 3
+    await plane.deploy()
+    task = asyncio.ensure_future(plane.post(body(max_tokens=8)))
+    first = await plane.replica()
+    await until(lambda: plane.slot.ended)
+    assert plane.slot.ended[0][0] == first.spec.replica_id
+    assert "stalled" in plane.slot.ended[0][1]
+    plane.slot.behaviour.stop_after = None
+    response = await task
+    answer = await response.json()
+    assert answer["choices"][0]["text"] == "".join(token_text(7, 0, position) for position in range(8))

@@ -1,0 +1,194 @@
+"""Accepting a request, and finding one again: between what was parsed and what a reader reads.
+
+A request is accepted (journalled) in a task of its own, so that a client's leaving in that very moment cannot leave it
+half made; room in the queue is reserved before, so that a burst cannot overrun the bounds while it is written down.
+Limits: a request that another gateway owns cannot be read here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import msgspec
+
+from control_plane.context import AppContext
+from control_plane.errors import InvalidRequest, Unavailable
+from control_plane.gateway.parsing import GenerationRequest, RenderOptions
+from control_plane.gateway.reading import Answer
+from control_plane.gateway.rendering import Head
+from control_plane.live_request import LiveRequest, Origin, TimeLimits
+from control_plane.records import NewRequest, RequestRecord, pack_tokens, unpack_tokens
+from control_plane.request_log import End, RequestLog
+from control_plane.serving import Servable
+from control_plane.tenants import ApiKey
+from function_runtime.protocol import Sampling
+
+randomness: Final = random.Random(secrets.randbits(256))
+"""For ids and seeds: unlikely to meet, not secret. A system call each would cost more than the rest of the parsing."""
+_encode: Final = msgspec.msgpack.Encoder().encode
+
+
+class Params(msgspec.Struct, frozen=True, array_like=True):
+    """What the journal keeps of a request beside its prompt."""
+
+    sampling: Sampling
+    options: RenderOptions
+    identity: str
+
+
+_decode_params: Final = msgspec.msgpack.Decoder(Params).decode
+
+
+@contextmanager
+def reading(context: AppContext, live: LiveRequest | None) -> Iterator[None]:
+    """While it lasts somebody reads. When the last reader of a request that is not detached leaves, its work stops."""
+    if live is None:
+        yield
+        return
+    live.readers += 1
+    try:
+        yield
+    finally:
+        live.readers -= 1
+        if live.readers == 0 and live.live and not live.detached and not context.draining:
+            context.dispatcher.cancel(live)
+
+
+def new_origin(
+    principal: ApiKey,
+    parsed: GenerationRequest,
+    servable: Servable,
+    prompt: tuple[int, ...],
+    sampling: Sampling,
+    echo: str,
+    kv_scope: str,
+) -> Origin:
+    options = msgspec.structs.replace(parsed.options, echo=echo) if echo else parsed.options
+    return Origin(
+        request_id=f"{options.endpoint.id_prefix}{randomness.getrandbits(128):032x}",
+        tenant=principal.tenant,
+        key_id=principal.id,
+        function=servable.function,
+        revision=servable.revision,
+        identity=servable.identity,
+        model=parsed.model,
+        prompt=prompt,
+        sampling=sampling,
+        options=options,
+        limits=servable.limits,
+        kv_scope=kv_scope,
+        write_kv=servable.durability != "off",
+        durable=servable.durability != "off",
+        created_us=time.time_ns() // 1000,
+    )
+
+
+async def accept(
+    context: AppContext, origin: Origin, servable: Servable, key: str | None, body: bytes
+) -> tuple[LiveRequest | None, Answer]:
+    task = asyncio.get_running_loop().create_task(_accept(context, origin, servable, key, body))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(lambda done: _left_at_once(context, done))
+        raise
+
+
+def _left_at_once(context: AppContext, done: asyncio.Task[tuple[LiveRequest | None, Answer]]) -> None:
+    """The client went away while its request was being accepted: it is a reader that has come and gone."""
+    if not done.cancelled() and done.exception() is None:
+        with reading(context, done.result()[0]):
+            pass
+
+
+async def _accept(
+    context: AppContext, origin: Origin, servable: Servable, key: str | None, body: bytes
+) -> tuple[LiveRequest | None, Answer]:
+    with context.dispatcher.room(origin.key, origin.identity, origin.nbytes):
+        return await _accept_in_room(context, origin, servable, key, body)
+
+
+async def _accept_in_room(
+    context: AppContext, origin: Origin, servable: Servable, key: str | None, body: bytes
+) -> tuple[LiveRequest | None, Answer]:
+    detached = key is not None or servable.on_disconnect == "detach"
+    new = NewRequest(
+        id=origin.request_id,
+        tenant=origin.tenant,
+        key_id=origin.key_id,
+        function=origin.function,
+        revision=origin.revision,
+        endpoint=origin.options.endpoint.value,
+        model=origin.model,
+        params=_encode(Params(origin.sampling, origin.options, origin.identity)),
+        prompt=pack_tokens(origin.prompt),
+        on_disconnect="detach" if detached else "cancel",
+        stream=origin.options.stream,
+        durability=servable.durability,
+        created_us=origin.created_us,
+        idempotency_key=key,
+        body_hash=None
+        if key is None
+        else hashlib.sha256(origin.options.endpoint.value.encode() + b"\0" + body).digest(),
+    )
+    accepted = await context.journal.accept(new)
+    if accepted.attached:
+        return await find(context, accepted.record)
+    live = LiveRequest(origin, detached)
+    context.dispatcher.enter(live)
+    return live, answer_of(live)
+
+
+def answer_of(live: LiveRequest) -> Answer:
+    origin = live.origin
+    head = Head(origin.request_id, origin.model, origin.created_us // 1_000_000)
+    return Answer(head, origin.options, live.log, len(origin.prompt), origin.sampling.n)
+
+
+async def find(context: AppContext, record: RequestRecord) -> tuple[LiveRequest | None, Answer]:
+    """A known request: live here, or ended and read back from the journal."""
+    live = context.dispatcher.requests.get(record.id)
+    if live is not None:
+        return live, answer_of(live)
+    if not record.state.ended:
+        fresh = await context.journal.get(record.id)
+        if fresh is None or not fresh.state.ended:
+            raise Unavailable(f"{record.id} is with another gateway; ask there or try again", retry_after_s=1.0)
+        record = fresh
+    if not record.params:
+        raise InvalidRequest(f"the log of {record.id} is no longer kept", code="log_expired")
+    params = _decode_params(record.params)
+    events = await context.journal.log(record.id)
+    outcome = record.outcome
+    end = End(record.state, record.cached_tokens, outcome.error if outcome is not None else None)
+    head = Head(record.id, record.model, record.created_us // 1_000_000)
+    return None, Answer(head, params.options, RequestLog(events, end), record.input_tokens, params.sampling.n)
+
+
+def origin_of(record: RequestRecord, limits: TimeLimits, kv_scope: str) -> Origin:
+    """The origin of a request adopted from the journal."""
+    params = _decode_params(record.params)
+    return Origin(
+        request_id=record.id,
+        tenant=record.tenant,
+        key_id=record.key_id,
+        function=record.function,
+        revision=record.revision,
+        identity=params.identity,
+        model=record.model,
+        prompt=unpack_tokens(record.prompt),
+        sampling=params.sampling,
+        options=params.options,
+        limits=limits,
+        kv_scope=kv_scope,
+        write_kv=record.durability != "off",
+        durable=record.durability != "off",
+        created_us=record.created_us,
+    )
