@@ -1,4 +1,4 @@
-"""The kernels give what torch attention gives, under Triton's interpreter: head groups, sizes, block edges, contexts."""
+"""The kernels give what torch attention gives, under Triton's interpreter: groups, sizes, block edges, contexts."""
 
 from __future__ import annotations
 
