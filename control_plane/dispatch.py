@@ -16,9 +16,9 @@ from typing import Any, Final
 
 from control_plane.commit import RETRY_S, Commits
 from control_plane.decisions import Decisions
-from control_plane.errors import Fenced, ModelUnusable, Saturated, StokerError
+from control_plane.errors import Fenced, ModelUnusable, StokerError
 from control_plane.journal import Journal
-from control_plane.lanes import FunctionKey, Lane, Seat
+from control_plane.lanes import FunctionKey, Lane, Lanes, Seat
 from control_plane.live_request import LiveRequest, Lost, Phase
 from control_plane.records import OutcomeError, RequestState
 from control_plane.replica_link import ReplicaLink
@@ -50,9 +50,8 @@ class Dispatcher:
     def __init__(self, journal: Journal, decisions: Decisions, queue: QueueSettings) -> None:
         self._journal = journal
         self._decisions = decisions
-        self._queue = queue
         self.requests: dict[str, LiveRequest] = {}
-        self.lanes: dict[tuple[FunctionKey, str], Lane] = {}
+        self.lanes = Lanes(queue)
         self.on_demand: Callable[[FunctionKey, bool], None] = lambda key, waiting: None
         """Told of a function whose demand changed, and whether somebody waits there for a replica."""
         self.on_seat_lost: Callable[[Seat, str], None] = lambda seat, reason: None
@@ -68,22 +67,8 @@ class Dispatcher:
 
     # --- lanes ---
 
-    def lane(self, key: FunctionKey, identity: str) -> Lane:
-        lane = self.lanes.get((key, identity))
-        if lane is None:
-            lane = self.lanes[key, identity] = Lane(key, identity)
-        return lane
-
-    def lanes_of(self, key: FunctionKey) -> list[Lane]:
-        return [lane for lane in self.lanes.values() if lane.key == key]
-
-    def drop_lane(self, lane: Lane) -> None:
-        """Forget a lane that nobody waits in and nothing serves."""
-        if not lane.waiting and not lane.seats:
-            self.lanes.pop((lane.key, lane.identity), None)
-
     def _lane_of(self, request: LiveRequest) -> Lane:
-        return self.lane(request.origin.key, request.origin.identity)
+        return self.lanes.of(request.origin.key, request.origin.identity)
 
     def _changed(self, lane: Lane) -> None:
         lane.note_demand()
@@ -96,35 +81,15 @@ class Dispatcher:
 
     # --- coming in ---
 
-    def has_ready(self, key: FunctionKey, identity: str) -> bool:
-        lane = self.lanes.get((key, identity))
-        return lane is not None and lane.ready
-
     @contextmanager
     def room(self, key: FunctionKey, identity: str, nbytes: int) -> Iterator[None]:
-        """Reserve a place in the queue while a request is accepted; refuse what would wait behind too much."""
+        """Reserve a place in the queue while a request is accepted; refuse what would wait behind too much, or in
+        vain."""
         reason = self.unusable(key, identity)
         if reason:
             raise ModelUnusable(reason)
-        lane = self.lane(key, identity)
-        places = sum(seat.room for seat in lane.seats.values())
-        lanes = self.lanes_of(key)
-        waiting = sum(len(each.waiting) + each.entering for each in lanes) - places
-        if waiting >= self._queue.max_requests:
-            raise Saturated(
-                f"{waiting} requests are waiting for {lane.function} already; at most {self._queue.max_requests} may"
-            )
-        waiting_bytes = sum(each.waiting_bytes + each.entering_bytes for each in lanes)
-        if waiting >= 0 and waiting_bytes + nbytes > self._queue.max_bytes:
-            raise Saturated(f"the requests waiting for {lane.function} hold {self._queue.max_bytes} bytes already")
-
-        lane.entering += 1
-        lane.entering_bytes += nbytes
-        try:
+        with self.lanes.room(key, identity, nbytes):
             yield
-        finally:
-            lane.entering -= 1
-            lane.entering_bytes -= nbytes
 
     def enter(self, request: LiveRequest, *, front: bool = False) -> None:
         """Own an accepted request that is with no replica."""
@@ -451,7 +416,7 @@ class Dispatcher:
 
     def seat_ready(self, seat: Seat, held: Iterable[tuple[LiveRequest, int]] = ()) -> None:
         """A replica takes requests now. `held`: requests it runs already, with their epochs, to attach to."""
-        lane = self.lane(seat.key, seat.identity)
+        lane = self.lanes.of(seat.key, seat.identity)
         lane.seats[seat.replica_id] = seat
         self._links[seat.link] = seat
         for request, epoch in held:
@@ -468,10 +433,10 @@ class Dispatcher:
         """No new requests for this replica; what runs there goes on."""
         if seat.accepting:
             seat.accepting = False
-            self._seats_changed(self.lane(seat.key, seat.identity))
+            self._seats_changed(self.lanes.of(seat.key, seat.identity))
 
     def _drop_seat(self, seat: Seat) -> None:
-        lane = self.lane(seat.key, seat.identity)
+        lane = self.lanes.of(seat.key, seat.identity)
         lane.seats.pop(seat.replica_id, None)
         self._seats_changed(lane)
 

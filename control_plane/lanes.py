@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final, TypeAlias
 
 from autoscaler.placement import Placement, ReplicaHome, place_request
+from control_plane.errors import Saturated
 from control_plane.live_request import LiveRequest
 from control_plane.replica_link import ReplicaLink
+from control_plane.settings import QueueSettings
 
 FunctionKey: TypeAlias = tuple[str, str]
 """(tenant, function name): names are unique within a tenant only."""
@@ -216,3 +220,57 @@ class Lane:
         if placement is None:
             return None
         return self.seats[placement.choice], placement
+
+
+class Lanes:
+    """All lanes of a gateway, and the bounds on what may wait in those of one function."""
+
+    def __init__(self, bounds: QueueSettings) -> None:
+        self._bounds = bounds
+        self._lanes: dict[tuple[FunctionKey, str], Lane] = {}
+
+    def of(self, key: FunctionKey, identity: str) -> Lane:
+        lane = self._lanes.get((key, identity))
+        if lane is None:
+            lane = self._lanes[key, identity] = Lane(key, identity)
+        return lane
+
+    def find(self, key: FunctionKey, identity: str) -> Lane | None:
+        return self._lanes.get((key, identity))
+
+    def of_function(self, key: FunctionKey) -> list[Lane]:
+        return [lane for lane in self._lanes.values() if lane.key == key]
+
+    def __iter__(self) -> Iterator[Lane]:
+        return iter(list(self._lanes.values()))
+
+    def has_ready(self, key: FunctionKey, identity: str) -> bool:
+        lane = self._lanes.get((key, identity))
+        return lane is not None and lane.ready
+
+    def drop(self, lane: Lane) -> None:
+        """Forget a lane that nobody waits in and nothing serves."""
+        if not lane.waiting and not lane.seats and not lane.entering:
+            self._lanes.pop((lane.key, lane.identity), None)
+
+    @contextmanager
+    def room(self, key: FunctionKey, identity: str, nbytes: int) -> Iterator[None]:
+        """A place for a request that is being accepted; raises `Saturated` where it would wait behind too much."""
+        lane, bounds = self.of(key, identity), self._bounds
+        places = sum(seat.room for seat in lane.seats.values())
+        lanes = self.of_function(key)
+        waiting = sum(len(each.waiting) + each.entering for each in lanes) - places
+        if waiting >= bounds.max_requests:
+            raise Saturated(
+                f"{waiting} requests are waiting for {lane.function} already; at most {bounds.max_requests} may"
+            )
+        waiting_bytes = sum(each.waiting_bytes + each.entering_bytes for each in lanes)
+        if waiting >= 0 and waiting_bytes + nbytes > bounds.max_bytes:
+            raise Saturated(f"the requests waiting for {lane.function} hold {bounds.max_bytes} bytes already")
+        lane.entering += 1
+        lane.entering_bytes += nbytes
+        try:
+            yield
+        finally:
+            lane.entering -= 1
+            lane.entering_bytes -= nbytes

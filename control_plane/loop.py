@@ -100,7 +100,7 @@ class ControlLoop:
     def wake(self, servable: Servable) -> None:
         """Somebody is interested but does not wait: as good as one waiting request, for one start."""
         self._woken_s[servable.key] = time.monotonic()
-        self._dispatcher.lane(servable.key, servable.identity).touch()
+        self._dispatcher.lanes.of(servable.key, servable.identity).touch()
         self.poke(servable.key)
 
     def stop(self) -> None:
@@ -157,7 +157,7 @@ class ControlLoop:
         )  # fmt: skip
         reason = record.unusable(now_s)
         if reason:
-            lane = self._dispatcher.lane(key, status.spec.identity)
+            lane = self._dispatcher.lanes.of(key, status.spec.identity)
             self._dispatcher.fail_waiting(lane, OutcomeError(503, "model_unusable", reason))
         self._ask_again(key, record.not_before_s)
 
@@ -174,7 +174,7 @@ class ControlLoop:
         return "" if record is None else record.unusable(time.monotonic())
 
     def _unusable_identity(self, key: FunctionKey, identity: str) -> str:
-        lane = self._dispatcher.lanes.get((key, identity))
+        lane = self._dispatcher.lanes.find(key, identity)
         if lane is not None and lane.ready:
             return ""
         revision = self._serving.with_identity(key, identity)
@@ -200,7 +200,7 @@ class ControlLoop:
 
     def _tick(self, key: FunctionKey) -> None:
         function = self._functions.find(key[1], key[0])
-        lanes = self._dispatcher.lanes_of(key)
+        lanes = self._dispatcher.lanes.of_function(key)
         living = self._fleet.living(key)
         if function is None:
             self._wind_up(key, lanes, living)
@@ -267,7 +267,7 @@ class ControlLoop:
                 del self._woken_s[key]
             else:
                 woken = 1
-        lane = self._dispatcher.lanes.get((key, target.identity or ""))
+        lane = self._dispatcher.lanes.find(key, target.identity or "")
         waiting = sum(len(lane.waiting) for lane in lanes) + elsewhere
         return Observed(
             waiting=max(waiting, woken),
@@ -327,7 +327,7 @@ class ControlLoop:
 
     def _refuse(self, key: FunctionKey, revision: Revision, error: StokerError) -> None:
         outcome = OutcomeError(503, error.code, error.message)
-        self._dispatcher.fail_waiting(self._dispatcher.lane(key, revision.identity or ""), outcome)
+        self._dispatcher.fail_waiting(self._dispatcher.lanes.of(key, revision.identity or ""), outcome)
 
     def _end(self, key: FunctionKey, revision: Revision, observed: Observed, count: int, decision: Decision) -> None:
         for replica_id in choose_victims(observed.replicas, count):
@@ -359,7 +359,7 @@ class ControlLoop:
             return
         for status in old:
             key = (status.spec.tenant, status.function)
-            lane = self._dispatcher.lanes.get((key, status.spec.identity))
+            lane = self._dispatcher.lanes.find(key, status.spec.identity)
             needed = status.spec.identity != target.identity and lane is not None and bool(lane.waiting)
             if status.state is not ReplicaState.DRAINING and not needed:
                 revision = self._serving.revision(key, status.revision)
@@ -374,7 +374,7 @@ class ControlLoop:
         """Requests of an older checkpoint whose replicas are gone need one of their own."""
         for lane in lanes:
             if lane.identity != target.identity:
-                self._dispatcher.drop_lane(lane)
+                self._dispatcher.lanes.drop(lane)
             if lane.identity == target.identity or not lane.waiting or not self._fleet.in_sight:
                 continue
             if any(s.spec.identity == lane.identity and self._may_serve(s) for s in self._fleet.living(key)):

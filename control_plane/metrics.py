@@ -111,8 +111,8 @@ class _Collector:
             yield histogram
         waiting = GaugeMetricFamily("stoker_requests_waiting", "Requests with no replica", labels=["function"])
         running = GaugeMetricFamily("stoker_requests_running", "Requests with a replica", labels=["function"])
-        for function in {lane.function for lane in context.dispatcher.lanes.values()}:
-            lanes = [lane for lane in context.dispatcher.lanes.values() if lane.function == function]
+        for function in {lane.function for lane in context.dispatcher.lanes}:
+            lanes = [lane for lane in context.dispatcher.lanes if lane.function == function]
             waiting.add_metric([function], sum(len(lane.waiting) for lane in lanes))
             running.add_metric([function], sum(lane.in_flight for lane in lanes))
         yield waiting

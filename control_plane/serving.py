@@ -150,14 +150,14 @@ class Serving:
         target = self.target(function)
         if target is None:
             return None
-        if target.identity is not None and self._dispatcher.has_ready(key, target.identity):
+        if target.identity is not None and self._dispatcher.lanes.has_ready(key, target.identity):
             return self._cached(key, target)
         known = self._revisions.get(key, {})
         for number in sorted(known, reverse=True):
             older = known[number]
             if number >= target.revision or older.identity is None or older.state is not ImportState.READY:
                 continue
-            if self._dispatcher.has_ready(key, older.identity):
+            if self._dispatcher.lanes.has_ready(key, older.identity):
                 return self._cached(key, older)
         return self._cached(key, target)
 

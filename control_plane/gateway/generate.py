@@ -86,7 +86,7 @@ async def _serve(
     maker = await context.prompts.get(servable.manifest_path)
     context_tokens = servable.context_tokens(maker.manifest.context_length)
     prompts = await maker.prompts(parsed, context_tokens)
-    if no_wait and not context.dispatcher.has_ready(servable.key, servable.identity):
+    if no_wait and not context.dispatcher.lanes.has_ready(servable.key, servable.identity):
         context.serving.wake(servable)
         raise ModelLoading(
             f"no replica of {servable.function} is ready; one is being started",

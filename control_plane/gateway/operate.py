@@ -93,7 +93,7 @@ async def function_status(request: web.Request) -> web.Response:
             "total_bytes": progress.total_bytes,
         }
     living = context.fleet.living(key)
-    lanes = context.dispatcher.lanes_of(key)
+    lanes = context.dispatcher.lanes.of_function(key)
     target = context.serving.target(function)
     identity = function.current.identity
     body["status"] = {

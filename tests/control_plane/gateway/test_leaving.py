@@ -128,6 +128,6 @@ async def test_no_counter_leaks_however_requests_end(plane: Plane) -> None:
 
     await asyncio.gather(*(one(number) for number in range(60)))
     await until(lambda: not plane.context.dispatcher.requests)
-    for lane in plane.context.dispatcher.lanes.values():
+    for lane in plane.context.dispatcher.lanes:
         assert (lane.demand, lane.waiting_bytes) == (0, 0)
     await until(lambda: not plane.context.fleet.living())

@@ -118,7 +118,7 @@ async def test_deleting_a_function_refuses_what_waits_and_drains_what_runs(plane
     replica = await plane.replica()
     await until(lambda: replica.works)
     waiting = asyncio.ensure_future(plane.post(body()))
-    await until(lambda: any(lane.waiting for lane in plane.context.dispatcher.lanes.values()))
+    await until(lambda: any(lane.waiting for lane in plane.context.dispatcher.lanes))
     await plane.context.functions.delete("fn", "default")
     refused = await waiting
     assert (refused.status, (await refused.json())["error"]["code"]) == (404, "function_deleted")

@@ -68,7 +68,7 @@ async def test_not_waiting_gets_503_model_loading_and_wakes_all_the_same(plane: 
     assert (response.status, answer["error"]["code"]) == (503, "model_loading")
     assert 1 <= int(response.headers["Retry-After"]) <= 120
     await plane.replica()
-    await until(lambda: plane.context.dispatcher.lanes and next(iter(plane.context.dispatcher.lanes.values())).ready)
+    await until(lambda: any(lane.ready for lane in plane.context.dispatcher.lanes))
     async with plane.post(body(), x_stoker_no_wait="1") as response:
         assert response.status == 200
 
@@ -81,7 +81,7 @@ async def test_a_full_queue_gets_429(slot: FakeSlot, settings: Settings, checkpo
         await plane.deploy()
         waiting = [asyncio.ensure_future(plane.post(body())) for _ in range(2)]
         lane = await until(
-            lambda: next((each for each in plane.context.dispatcher.lanes.values() if len(each.waiting) == 2), None)
+            lambda: next((each for each in plane.context.dispatcher.lanes if len(each.waiting) == 2), None)
         )
         async with plane.post(body()) as response:
             answer = await response.json()
@@ -166,8 +166,8 @@ async def test_a_burst_does_not_overrun_the_bound_of_the_queue(
         assert {task.result().status for task in tasks if task.done()} == {429}
         for task in tasks:
             task.cancel()
+        await until(lambda: all(lane.entering == 0 for lane in plane.context.dispatcher.lanes))
         await until(lambda: not plane.context.dispatcher.requests)
-        assert all(lane.entering == 0 for lane in plane.context.dispatcher.lanes.values())
     finally:
         await plane.stop()
 
