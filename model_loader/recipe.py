@@ -43,6 +43,8 @@ from model_loader.progress import Progress, Reporter, run_reporting
 DTYPES: Final = tuple(ITEM_BYTES)
 _CHUNK_VALUES: Final = 256 * 1024
 """Values per chunk: 1 MiB of float32, which stays in the second-level cache while it is made."""
+_PANEL_VALUES: Final = 32 * 1024 * 1024
+"""Values of a transposed tensor that are held in memory at once; larger ones are written in several panels."""
 
 
 def prepare(
@@ -69,7 +71,8 @@ def prepare(
         def make(tensor: EngineTensor) -> tuple[str, int]:
             if not hasattr(scratch, "values"):
                 scratch.values = np.empty(_CHUNK_VALUES, dtype=np.float32)
-            return tensor.name, _make_tensor(tensor, reader, writer, dtype, scratch.values, reporter.add)
+            make_one = _make_transposed if tensor.transposed else _make_tensor
+            return tensor.name, make_one(tensor, reader, writer, dtype, scratch.values, reporter.add)
 
         largest_first = sorted(wanted, key=lambda t: -count_values(t.shape))
         workers = threads or len(os.sched_getaffinity(0))
@@ -154,6 +157,54 @@ def _make_tensor(
             offset += out.nbytes
             on_bytes(out.nbytes)
     return checksum
+
+
+def _make_transposed(
+    tensor: EngineTensor,
+    reader: SourceReader,
+    writer: PreparedWriter,
+    dtype: str,
+    scratch: NDArray[np.float32],
+    on_bytes: Callable[[int], None],
+) -> int:
+    """Collects the rows that come in as columns of a panel, and writes the panel when it is full."""
+    inputs, outputs = tensor.shape
+    offset, width = writer.place(tensor.name), min(outputs, max(1, _PANEL_VALUES // inputs))
+    chunks = (
+        cast_values(values, dtype, tensor.name).reshape(-1, inputs)
+        for part in tensor.parts
+        for values in _part_chunks(part, reader, scratch)
+    )
+    panel: NDArray[Any] | None = None
+    first = filled = 0
+    for chunk in chunks:
+        taken = 0
+        while taken < len(chunk):
+            if panel is None:
+                panel = np.empty((inputs, min(width, outputs - first)), dtype=chunk.dtype)
+            count = min(len(chunk) - taken, panel.shape[1] - filled)
+            panel[:, filled : filled + count] = chunk[taken : taken + count].T
+            taken, filled = taken + count, filled + count
+            if filled == panel.shape[1]:
+                _write_panel(writer, offset, panel, first, outputs)
+                on_bytes(panel.nbytes)
+                if filled == outputs:
+                    return crc32c(panel)
+                panel, first, filled = None, first + filled, 0
+    checksum = 0
+    row_bytes = outputs * ITEM_BYTES[dtype]
+    for row in range(inputs):
+        checksum = crc32c(os.pread(writer.fileno, row_bytes, offset + row * row_bytes), checksum)
+    return checksum
+
+
+def _write_panel(writer: PreparedWriter, offset: int, panel: NDArray[Any], first: int, outputs: int) -> None:
+    """Columns from `first` on of the tensor at `offset`, which has `outputs` columns."""
+    if panel.shape[1] == outputs:
+        writer.write(offset, panel)
+        return
+    for row, values in enumerate(panel):
+        writer.write(offset + (row * outputs + first) * panel.itemsize, values)
 
 
 def _part_chunks(part: Part, reader: SourceReader, scratch: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:

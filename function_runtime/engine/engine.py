@@ -24,6 +24,7 @@ from function_runtime.engine.blocks import BlockPool
 from function_runtime.engine.emission import Emitter
 from function_runtime.engine.errors import EngineError, InvalidWork, NumericError, UnusableModel
 from function_runtime.engine.kv_cache import BLOCK_SIZE, KvCache
+from function_runtime.engine.matrix import use_threads
 from function_runtime.engine.models.llama import Llama
 from function_runtime.engine.output import (
     Admitted,
@@ -62,7 +63,7 @@ class Engine:
         if options.kv_chunk_tokens % BLOCK_SIZE or options.kv_chunk_tokens <= 0:
             raise InvalidWork(f"kv_chunk_tokens {options.kv_chunk_tokens} is no multiple of {BLOCK_SIZE}")
         self.max_context = min(options.max_context_tokens or config.max_position, config.max_position)
-        dtype = model.embed.dtype
+        dtype = model.dtype
         item_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
         self.kv_layout = KvLayout(
             config.num_layers, config.num_kv_heads, config.head_dim, _DTYPE_NAMES[dtype], BLOCK_SIZE, item_bytes
@@ -96,9 +97,7 @@ class Engine:
         device = torch.device(options.device)
         if device.type not in ("cpu", "cuda"):
             raise UnusableModel(f"device {options.device!r} is not computed on here (known: cpu, cuda)")
-        threads = options.threads or len(os.sched_getaffinity(0))
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
+        use_threads(options.threads or len(os.sched_getaffinity(0)))
         return cls(Llama(config, map_weights(prepared, device)), tokenizer, eos_token_ids, options, device)
 
     # --- between steps --------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """One decoder for the Llama family: Llama 2 and 3, SmolLM2 and what else differs from them by configuration only.
 
 `forward` computes the rows of a step (any mixture of decode tokens and prefill chunks of any requests) and the logits
-of the rows asked for. Attention and the KV it needs are behind `Attention`. Limits: weights are used as they are
-mapped, in their own dtype; no tensor parallelism.
+of the rows asked for. Attention and the KV it needs are behind `Attention`, products behind `Matrix`. Limits: weights
+are used as they are mapped, in their own dtype; no tensor parallelism.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from function_runtime.engine.attention.interface import Attention, Plan
 from function_runtime.engine.errors import UnusableModel
+from function_runtime.engine.matrix import Matrix
 from function_runtime.engine.models.rope import Rotation, inverse_frequencies
 from model_loader.manifest import ModelConfig
 
@@ -23,14 +24,14 @@ from model_loader.manifest import ModelConfig
 @dataclass(frozen=True, slots=True)
 class Layer:
     attn_norm: Tensor
-    qkv: Tensor
+    qkv: Matrix
     qkv_bias: Tensor | None
-    o: Tensor
+    o: Matrix
     o_bias: Tensor | None
     mlp_norm: Tensor
-    gate_up: Tensor
+    gate_up: Matrix
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Matrix
     down_bias: Tensor | None
 
 
@@ -40,25 +41,27 @@ class Llama:
         heads = config.num_heads + 2 * config.num_kv_heads
         hidden, inner, wide = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
         take = _Taker(weights)
-        self.embed = take("embed", (config.vocab_size, hidden))
+        head = take("embed" if config.tie_word_embeddings else "lm_head", (hidden, config.vocab_size))
+        self._embedding = head.t() if config.tie_word_embeddings else take("embed", (config.vocab_size, hidden))
+        self.lm_head = Matrix(head)
         self.norm = take("norm", (hidden,))
-        self.lm_head = self.embed if config.tie_word_embeddings else take("lm_head", (config.vocab_size, hidden))
+        self.dtype, self.device = head.dtype, head.device
         self.layers = tuple(
             Layer(
                 attn_norm=take(f"layers.{i}.attn_norm", (hidden,)),
-                qkv=take(f"layers.{i}.qkv", (heads * config.head_dim, hidden)),
+                qkv=Matrix(take(f"layers.{i}.qkv", (hidden, heads * config.head_dim))),
                 qkv_bias=take.optional(f"layers.{i}.qkv_bias", (heads * config.head_dim,)),
-                o=take(f"layers.{i}.o", (hidden, wide)),
+                o=Matrix(take(f"layers.{i}.o", (wide, hidden))),
                 o_bias=take.optional(f"layers.{i}.o_bias", (hidden,)),
                 mlp_norm=take(f"layers.{i}.mlp_norm", (hidden,)),
-                gate_up=take(f"layers.{i}.gate_up", (2 * inner, hidden)),
+                gate_up=Matrix(take(f"layers.{i}.gate_up", (hidden, 2 * inner))),
                 gate_up_bias=take.optional(f"layers.{i}.gate_up_bias", (2 * inner,)),
-                down=take(f"layers.{i}.down", (hidden, inner)),
+                down=Matrix(take(f"layers.{i}.down", (inner, hidden))),
                 down_bias=take.optional(f"layers.{i}.down_bias", (hidden,)),
             )
             for i in range(config.num_layers)
         )
-        self.frequencies = inverse_frequencies(config).to(self.embed.device)
+        self.frequencies = inverse_frequencies(config).to(self.device)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attention: Attention, plan: Plan, logit_rows: Tensor | None
@@ -67,20 +70,20 @@ class Llama:
         config = self.config
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
         inner, eps, count = config.intermediate_size, config.rms_norm_eps, tokens.shape[0]
-        rotate = Rotation(self.frequencies, positions, self.embed.dtype)
-        x = F.embedding(tokens, self.embed)
+        rotate = Rotation(self.frequencies, positions, self.dtype)
+        x = self._embedding.index_select(0, tokens)
         for index, layer in enumerate(self.layers):
             h = rms_norm(x, layer.attn_norm, eps)
-            qkv = F.linear(h, layer.qkv, layer.qkv_bias).view(count, heads + 2 * kv_heads, size)
+            qkv = layer.qkv(h, layer.qkv_bias).view(count, heads + 2 * kv_heads, size)
             rotated = rotate(qkv[:, : heads + kv_heads])
             mixed = attention.attend(index, rotated[:, :heads], rotated[:, heads:], qkv[:, heads + kv_heads :], plan)
-            x = x + F.linear(mixed.reshape(count, heads * size), layer.o, layer.o_bias)
+            x = x + layer.o(mixed.reshape(count, heads * size), layer.o_bias)
             h = rms_norm(x, layer.mlp_norm, eps)
-            gate_up = F.linear(h, layer.gate_up, layer.gate_up_bias)
-            x = x + F.linear(F.silu(gate_up[:, :inner]) * gate_up[:, inner:], layer.down, layer.down_bias)
+            gate_up = layer.gate_up(h, layer.gate_up_bias)
+            x = x + layer.down(F.silu(gate_up[:, :inner]) * gate_up[:, inner:], layer.down_bias)
         if logit_rows is None:
             return None
-        return F.linear(rms_norm(x.index_select(0, logit_rows), self.norm, eps), self.lm_head).to(torch.float32)
+        return self.lm_head(rms_norm(x.index_select(0, logit_rows), self.norm, eps)).to(torch.float32)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
