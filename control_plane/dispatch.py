@@ -14,13 +14,15 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
+from autoscaler.placement import Placement
+from control_plane.attempt_notes import AttemptNotes
 from control_plane.commit import RETRY_S, Commits
 from control_plane.decisions import Decisions
 from control_plane.errors import Fenced, ModelUnusable, StokerError
 from control_plane.journal import Journal
 from control_plane.lanes import FunctionKey, Lane, Lanes, Seat
 from control_plane.live_request import LiveRequest, Lost, Phase
-from control_plane.records import OutcomeError, RequestState
+from control_plane.records import NewRequest, OutcomeError, RequestState
 from control_plane.replica_link import ReplicaLink
 from control_plane.settings import QueueSettings
 from control_plane.timeouts import TimeoutWatch
@@ -49,7 +51,7 @@ LostHook = Callable[[Seat, str, list[LiveRequest]], None]
 class Dispatcher:
     def __init__(self, journal: Journal, decisions: Decisions, queue: QueueSettings) -> None:
         self._journal = journal
-        self._decisions = decisions
+        self._notes = AttemptNotes(journal, decisions)
         self.requests: dict[str, LiveRequest] = {}
         self.lanes = Lanes(queue)
         self.on_demand: Callable[[FunctionKey, bool], None] = lambda key, waiting: None
@@ -116,23 +118,50 @@ class Dispatcher:
             if chosen is None:
                 break
             request, (seat, placement) = lane.pop(), chosen
-            if placement is not None:
-                self._decisions.record(
-                    "placement", lane.function, seat.replica_id, request.request_id, placement.reason,
-                    {
-                        "expected_s": placement.expected_s,
-                        "runner_up": placement.runner_up,
-                        "runner_up_s": placement.runner_up_s,
-                        "homes": placement.inputs,
-                    },
-                )  # fmt: skip
-            request.move(Phase.ASSIGNING)
-            seat.take(request)
-            self._spawn(self._assign(request, seat))
+            self._place(request, seat, placement)
+            self._spawn(self._assign(request, seat, self._begin_assign(request, seat)))
 
-    async def _assign(self, request: LiveRequest, seat: Seat) -> None:
+    def _place(self, request: LiveRequest, seat: Seat, placement: Placement | None) -> None:
+        request.move(Phase.ASSIGNING)
+        seat.take(request)
+        if placement is not None:
+            self._notes.placed(request, seat, placement)
+
+    def _begin_assign(self, request: LiveRequest, seat: Seat) -> asyncio.Task[int]:
+        work = self._journal.assign(request.request_id, seat.replica_id, seat.slot_id)
+        return asyncio.get_running_loop().create_task(work)
+
+    def take_seat(self, request: LiveRequest) -> Seat | None:
+        """A free place for a request that need not wait at all; None: it has to."""
+        lane = self._lane_of(request)
+        chosen = None if lane.waiting or self.closing else lane.choose(request)
+        if chosen is None:
+            return None
+        self._place(request, *chosen)
+        lane.generation += 1
+        lane.note_demand()
+        return chosen[0]
+
+    async def accept_into(self, request: LiveRequest, seat: Seat, new: NewRequest) -> None:
+        """Accept a request and assign it to its seat with one commit: the journal keeps the order of its writes."""
+        accepting = asyncio.get_running_loop().create_task(self._journal.accept(new))
+        assigning = self._begin_assign(request, seat)
         try:
-            epoch = await self._journal.assign(request.request_id, seat.replica_id, seat.slot_id)
+            await accepting
+        except BaseException:
+            assigning.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._leave_seat(request)
+            request.move(Phase.ENDING)
+            request.move(Phase.ENDED)
+            self._changed(self._lane_of(request))
+            raise
+        self.requests[request.request_id] = request
+        self._changed(self._lane_of(request))
+        self._spawn(self._assign(request, seat, assigning))
+
+    async def _assign(self, request: LiveRequest, seat: Seat, assigning: asyncio.Task[int]) -> None:
+        try:
+            epoch = await assigning
         except Fenced:
             self._fenced(request)
             return
@@ -215,38 +244,7 @@ class Dispatcher:
         elif isinstance(message, Accepted) and not request.attached:
             request.stages.load_kv_us += message.load_us
             if request.log.last_seq or message.loaded_tokens:
-                self._spawn(self._write_taken(message))
-                self._record_resume(request, message)
-
-    async def _write_taken(self, message: Accepted) -> None:
-        try:
-            await self._journal.taken(message)
-        except StokerError as error:
-            logger.warning("event=taken_refused request=%s error=%s", message.request_id, error)
-
-    def _record_resume(self, request: LiveRequest, message: Accepted) -> None:
-        seat = request.seat
-        reason = (
-            f"carried on after token {request.log.last_seq}: {message.loaded_tokens} tokens loaded, "
-            f"{message.recomputed_tokens} recomputed"
-        )
-        logger.info(
-            "event=resume request=%s epoch=%d after_seq=%d loaded_tokens=%d recomputed_tokens=%d exact=%s",
-            request.request_id, request.epoch, request.log.last_seq, message.loaded_tokens,
-            message.recomputed_tokens, message.exact,
-        )  # fmt: skip
-        self._decisions.record(
-            "resume", request.origin.function, seat.replica_id if seat else None, request.request_id, reason,
-            {
-                "epoch": request.epoch,
-                "after_seq": request.log.last_seq,
-                "loaded_tokens": message.loaded_tokens,
-                "recomputed_tokens": message.recomputed_tokens,
-                "exact": message.exact,
-                "load_us": message.load_us,
-                "detail": message.detail,
-            },
-        )  # fmt: skip
+                self._notes.resumed(request, message)
 
     def link_lost(self, link: ReplicaLink, reason: str) -> None:
         seat = self._links.pop(link, None)
@@ -289,15 +287,8 @@ class Dispatcher:
             self._end(request, RequestState.FAILED, error)
             return
         logger.info("event=requeue request=%s epoch=%d reason=%s", request.request_id, request.epoch, reason)
-        self._spawn(self._write_requeue(request.request_id, request.epoch, reason, request.device))
+        self._notes.requeued(request, reason)
         self._requeue(request)
-
-    async def _write_requeue(self, request_id: str, epoch: int, reason: str, device: DeviceTime) -> None:
-        try:
-            await self._journal.requeue(request_id, epoch, reason, device)
-        except StokerError as error:
-            # Only the history of attempts is poorer: the next assignment raises the epoch by itself.
-            logger.warning("event=requeue_refused request=%s error=%s", request_id, error)
 
     def _requeue(self, request: LiveRequest) -> None:
         self._leave_seat(request)
@@ -468,6 +459,7 @@ class Dispatcher:
         for link in list(self._links):
             link.close()
         self._links.clear()
+        await self._notes.close()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=2.0)
 

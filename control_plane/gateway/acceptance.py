@@ -138,10 +138,15 @@ async def _accept_in_room(
         if key is None
         else hashlib.sha256(origin.options.endpoint.value.encode() + b"\0" + body).digest(),
     )
+    live = LiveRequest(origin, detached)
+    if key is None and servable.durability == "process":
+        seat = context.dispatcher.take_seat(live)
+        if seat is not None:
+            await context.dispatcher.accept_into(live, seat, new)
+            return live, answer_of(live)
     accepted = await context.journal.accept(new)
     if accepted.attached:
         return await find(context, accepted.record)
-    live = LiveRequest(origin, detached)
     context.dispatcher.enter(live)
     return live, answer_of(live)
 

@@ -82,6 +82,7 @@ class FakeReplica:
     _running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _held: dict[str, list[Any]] = field(default_factory=dict)
     _epochs: dict[str, int] = field(default_factory=dict)
+    _owners: dict[str, asyncio.StreamWriter] = field(default_factory=dict)
 
     async def listen(self) -> None:
         self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -111,11 +112,13 @@ class FakeReplica:
             self.works.append(work)
             self._epochs[work.request_id] = work.epoch
             self._held[work.request_id] = []
+            self._owners[work.request_id] = writer
             self._running[work.request_id] = asyncio.create_task(self._run(work))
         elif isinstance(word, Attach):
             if word.request_id not in self._epochs:
                 self._say(Unknown(word.request_id, word.epoch))
                 return
+            self._owners[word.request_id] = writer
             self._say(Attached(word.request_id, word.epoch))
             for message in self._held[word.request_id]:
                 if isinstance(message, Tokens):
@@ -167,7 +170,9 @@ class FakeReplica:
 
     def _tell(self, work: Work, message: Any) -> None:
         self._held[work.request_id].append(message)
-        self._say(message)
+        owner = self._owners[work.request_id]
+        if not owner.is_closing():
+            owner.write(encode(message))
 
     def _say(self, message: Any) -> None:
         for writer in self._writers:

@@ -41,7 +41,7 @@ async def test_a_waiting_stream_gets_heartbeats_and_then_its_answer(plane: Plane
         stream = Stream(response)
         events = await stream.all()
     assert len(stream.comments) >= 3
-    assert all(comment.startswith("heartbeat: waiting") for comment in stream.comments)
+    assert all(comment.startswith("heartbeat: waiting") for comment in stream.comments[:3])
     assert text_of(events) == ANSWER
     assert [place for place, _ in events] == [1, 2, 3, 4, 5, 5]
     assert events[-1][1] == "[DONE]"
