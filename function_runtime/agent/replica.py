@@ -29,13 +29,13 @@ from function_runtime.protocol import (
 _S: Final = ReplicaState
 _NEXT: Final[dict[ReplicaState, frozenset[ReplicaState]]] = {
     _S.STARTING: frozenset({_S.LOADING, _S.FAILED, _S.ENDED}),
-    _S.LOADING: frozenset({_S.STARTING, _S.READY, _S.FAILED, _S.ENDED}),
+    _S.LOADING: frozenset({_S.READY, _S.FAILED, _S.ENDED}),
     _S.READY: frozenset({_S.DRAINING, _S.FAILED, _S.ENDED}),
     _S.DRAINING: frozenset({_S.FAILED, _S.ENDED}),
     _S.FAILED: frozenset(),
     _S.ENDED: frozenset(),
 }
-"""LOADING goes back to STARTING when the worker proved dead before it took the spec and another one is used."""
+"""A worker that proves dead or stopped before it took the spec is replaced while the replica is STARTING."""
 FINAL: Final = frozenset({_S.FAILED, _S.ENDED})
 
 

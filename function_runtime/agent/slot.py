@@ -151,6 +151,8 @@ class Slot:
                     worker = await self._specialise(replica, checkpoint)
                     break
                 except WorkerLost as lost:
+                    if replica.state is not ReplicaState.STARTING:
+                        raise
                     log(f"replica={replica.id} attempt={attempt} {lost.message}")
                     if replica.worker is not None:
                         replica.worker.kill()
@@ -158,8 +160,6 @@ class Slot:
                     if attempt == ATTEMPTS:
                         raise
                     replica.worker = None
-                    if replica.state is ReplicaState.LOADING:
-                        replica.go(ReplicaState.STARTING)
             await self._become_ready(replica, worker, checkpoint)
         finally:
             checkpoint.cancel()
@@ -193,7 +193,6 @@ class Slot:
         replica.worker, replica.pid = worker, worker.pid
         replica.add_stage("worker", begin_ns, detail="waiting" if replica.warm_worker else "started")
         worker.say(Specialise(replica.spec, replica.token, str(log_path), replica.created_ns))
-        replica.go(ReplicaState.LOADING)
         handed = checkpoint.done()
         if handed:
             worker.say(Prepared((await checkpoint).path))
@@ -201,6 +200,7 @@ class Slot:
             await asyncio.wait_for(asyncio.shield(worker.taken), TAKEN_WITHIN_S)
         except TimeoutError as error:
             raise WorkerLost(f"worker {worker.pid} did not take its spec within {TAKEN_WITHIN_S:g} s") from error
+        replica.go(ReplicaState.LOADING)
         if not handed:
             await asyncio.wait([checkpoint, worker.ready], return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]
             if checkpoint.done():
