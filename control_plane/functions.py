@@ -196,7 +196,7 @@ class FunctionStore:
     # --- changing ---------------------------------------------------------------------------------------------
 
     async def put(self, spec: FunctionSpec, tenant: str) -> Function:
-        """Create or update. The current spec again changes nothing."""
+        """Create or update. The current spec again changes nothing, except that a failed import is tried again."""
         self._check_allowed(spec)
         text, digest = spec.canonical(), spec.digest()
 
@@ -223,7 +223,11 @@ class FunctionStore:
             return _load(connection, spec.name, tenant)
 
         async def change() -> Function:
-            return self._remember(await self._database.write(run))
+            function = self._remember(await self._database.write(run))
+            if function.current.state is not ImportState.FAILED:
+                return function
+            await self.set_import(spec.name, tenant, function.revision, ImportState.IMPORTING)
+            return self.get(spec.name, tenant)
 
         return await to_the_end(change())
 

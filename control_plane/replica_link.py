@@ -26,8 +26,8 @@ from function_runtime.protocol import (
     Work,
 )
 
-CONNECT_S: Final = 5.0
-"""A replica on the same network that does not greet within this time is not there."""
+CONNECT_S: Final = STALLED_AFTER_S
+"""A replica greets between two engine steps: one that takes longer counts as stalled. Refusal shows at once."""
 
 
 class LinkError(Exception):

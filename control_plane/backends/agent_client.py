@@ -16,8 +16,8 @@ from control_plane.backends.base import SlotRefused, SlotUnavailable
 from function_runtime.protocol import AgentInfo, ReplicaSpec, ReplicaStatus, SlotEvent
 
 CALL_S: Final = 10.0
-SILENCE_S: Final = 5.0
-"""The agent sends something every second; this long without is a dead connection."""
+SILENCE_S: Final = 10.0
+"""The agent sends something every second; this long without is a dead connection, or a machine out of breath."""
 EVENT_BYTES: Final = 16 * 1024 * 1024
 
 

@@ -36,6 +36,8 @@ RESTART_S: Final = (0.0, 0.2, 1.0, 3.0, 10.0)
 """Pauses before an agent that keeps ending is started again; the last one repeats."""
 STEADY_S: Final = 30.0
 """An agent that lived this long is trusted again."""
+HUNG_S: Final = 60.0
+"""An agent that lives and has said nothing for this long is killed: its replicas with it, so not sooner."""
 
 
 def pool_directory(data_dir: Path, slot_dir: Path, slot_id: str) -> Path:
@@ -57,7 +59,7 @@ class LocalBackend:
         self._client: AgentClient | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._task: asyncio.Task[None] | None = None
-        self._closing = False
+        self._heard_s = time.monotonic()
 
     @property
     def slot_ids(self) -> tuple[str, ...]:
@@ -68,7 +70,6 @@ class LocalBackend:
         self._task = asyncio.get_running_loop().create_task(self._watch(listener))
 
     async def close(self, *, end_agents: bool, grace_s: float) -> None:
-        self._closing = True
         client = self._client
         if end_agents and client is not None:
             try:
@@ -95,6 +96,7 @@ class LocalBackend:
                     self._client = client
                     logger.info("event=agent_connected slot=%s pid=%d", self._slot_id, info.pid)
                     async for event in client.events():
+                        self._heard_s = time.monotonic()
                         if event.state is not None:
                             listener.slot_state(self._slot_id, event.state)
                         if event.replica is not None:
@@ -114,7 +116,7 @@ class LocalBackend:
             failures = 0 if time.monotonic() - begin_s > STEADY_S else failures + 1
             logger.warning("event=agent_lost slot=%s gone=%s reason=%s", self._slot_id, gone, reason)
             listener.slot_lost(self._slot_id, reason, agent_gone=gone)
-            if not gone and failures > 2:
+            if not gone and time.monotonic() - self._heard_s > HUNG_S:
                 self._kill_hung()
             await asyncio.sleep(RESTART_S[min(max(failures - 1, 0), len(RESTART_S) - 1)])
 

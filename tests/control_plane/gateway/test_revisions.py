@@ -162,3 +162,15 @@ async def test_a_stream_that_waited_for_an_import_in_vain_ends_with_its_error(pl
         events = await reading
     assert events[0][1]["error"]["code"] == "model_unusable"
     assert events[1][1] == "[DONE]"
+
+
+async def test_deploying_the_same_spec_again_retries_a_failed_import(plane: Plane) -> None:
+    spec = parse_mapping({"name": "fn", "model": plane.checkpoint[0], "engine": "stub"})
+    await plane.context.functions.put(spec, "default")
+    error = RevisionError("source_missing", "no such file")
+    await plane.context.functions.set_import("fn", "default", 1, ImportState.FAILED, error=error)
+    wanted: list[ImportState] = []
+    plane.context.importing.want = lambda revision: wanted.append(revision.state)  # type: ignore[method-assign]
+    again = await plane.context.functions.put(spec, "default")
+    assert (again.revision, again.current.state, again.current.error) == (1, ImportState.IMPORTING, None)
+    assert wanted == [ImportState.IMPORTING]
