@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.checkpoints import make_tiny_llama
 from tests.support.service import HttpError, Service
 
 pytestmark = pytest.mark.e2e
@@ -182,3 +183,24 @@ def test_what_ended_is_accounted_for(service: Service) -> None:
         ledger = service.call("GET", f"/api/v1/why/{replica['replica_id']}")["ledger"]
         held_us = replica["time"]["held_us"]
         assert sum(row["device_us"] for row in ledger) == held_us, replica
+
+
+def test_a_truncated_checkpoint_is_told_to_whoever_asks_and_mended_by_deploying_again(
+    service: Service, tmp_path: Path
+) -> None:
+    checkpoint = make_tiny_llama(tmp_path / "broken")
+    weights = next(checkpoint.glob("*.safetensors"))
+    whole_bytes = weights.read_bytes()
+    weights.write_bytes(whole_bytes[: len(whole_bytes) // 2])
+    with pytest.raises(RuntimeError, match="import of broken failed"):
+        service.deploy("broken", f"file://{checkpoint}", engine="stub")
+    for stream in (False, True):
+        with pytest.raises(HttpError) as refused:
+            service.call("POST", PATH, body(model="broken", stream=stream))
+        assert refused.value.status == 503
+        error = json.loads(refused.value.body)["error"]
+        assert error["code"] == "model_unusable"
+        assert weights.name in error["message"]
+    weights.write_bytes(whole_bytes)
+    service.deploy("broken", f"file://{checkpoint}", engine="stub")
+    assert service.call("POST", PATH, body(model="broken", max_tokens=2))["usage"]["completion_tokens"] == 2
