@@ -25,6 +25,7 @@ from function_runtime.engine.emission import Emitter
 from function_runtime.engine.errors import EngineError, InvalidWork, NumericError, UnusableModel
 from function_runtime.engine.kv_cache import BLOCK_SIZE, KvCache
 from function_runtime.engine.matrix import use_threads
+from function_runtime.engine.memory import keep_freed_memory
 from function_runtime.engine.models.llama import Llama
 from function_runtime.engine.output import (
     Admitted,
@@ -97,6 +98,7 @@ class Engine:
         device = torch.device(options.device)
         if device.type not in ("cpu", "cuda"):
             raise UnusableModel(f"device {options.device!r} is not computed on here (known: cpu, cuda)")
+        keep_freed_memory()
         use_threads(options.threads or len(os.sched_getaffinity(0)))
         return cls(Llama(config, map_weights(prepared, device)), tokenizer, eos_token_ids, options, device)
 

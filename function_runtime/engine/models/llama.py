@@ -17,18 +17,19 @@ from torch import Tensor
 from function_runtime.engine.attention.interface import Attention, Plan
 from function_runtime.engine.errors import UnusableModel
 from function_runtime.engine.matrix import Matrix
+from function_runtime.engine.models.norm import RmsNorm
 from function_runtime.engine.models.rope import Rotation, inverse_frequencies
 from model_loader.manifest import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    attn_norm: Tensor
+    attn_norm: RmsNorm
     qkv: Matrix
     qkv_bias: Tensor | None
     o: Matrix
     o_bias: Tensor | None
-    mlp_norm: Tensor
+    mlp_norm: RmsNorm
     gate_up: Matrix
     gate_up_bias: Tensor | None
     down: Matrix
@@ -38,22 +39,22 @@ class Layer:
 class Llama:
     def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
         self.config = config
-        heads = config.num_heads + 2 * config.num_kv_heads
+        heads, eps = config.num_heads + 2 * config.num_kv_heads, config.rms_norm_eps
         hidden, inner, wide = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
         take = _Taker(weights)
         head = take("embed" if config.tie_word_embeddings else "lm_head", (hidden, config.vocab_size))
         self._embedding = head.t() if config.tie_word_embeddings else take("embed", (config.vocab_size, hidden))
         self.lm_head = Matrix(head)
-        self.norm = take("norm", (hidden,))
+        self.norm = RmsNorm(take("norm", (hidden,)), eps)
         self.dtype, self.device = head.dtype, head.device
         self.layers = tuple(
             Layer(
-                attn_norm=take(f"layers.{i}.attn_norm", (hidden,)),
+                attn_norm=RmsNorm(take(f"layers.{i}.attn_norm", (hidden,)), eps),
                 qkv=Matrix(take(f"layers.{i}.qkv", (hidden, heads * config.head_dim))),
                 qkv_bias=take.optional(f"layers.{i}.qkv_bias", (heads * config.head_dim,)),
                 o=Matrix(take(f"layers.{i}.o", (wide, hidden))),
                 o_bias=take.optional(f"layers.{i}.o_bias", (hidden,)),
-                mlp_norm=take(f"layers.{i}.mlp_norm", (hidden,)),
+                mlp_norm=RmsNorm(take(f"layers.{i}.mlp_norm", (hidden,)), eps),
                 gate_up=Matrix(take(f"layers.{i}.gate_up", (hidden, 2 * inner))),
                 gate_up_bias=take.optional(f"layers.{i}.gate_up_bias", (2 * inner,)),
                 down=Matrix(take(f"layers.{i}.down", (inner, hidden))),
@@ -69,25 +70,21 @@ class Llama:
         """Logits (float32) of `logit_rows`, or None where no row's are wanted."""
         config = self.config
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
-        inner, eps, count = config.intermediate_size, config.rms_norm_eps, tokens.shape[0]
+        inner, count = config.intermediate_size, tokens.shape[0]
         rotate = Rotation(self.frequencies, positions, self.dtype)
         x = self._embedding.index_select(0, tokens)
         for index, layer in enumerate(self.layers):
-            h = rms_norm(x, layer.attn_norm, eps)
+            h = layer.attn_norm(x)
             qkv = layer.qkv(h, layer.qkv_bias).view(count, heads + 2 * kv_heads, size)
             rotated = rotate(qkv[:, : heads + kv_heads])
             mixed = attention.attend(index, rotated[:, :heads], rotated[:, heads:], qkv[:, heads + kv_heads :], plan)
             x = x + layer.o(mixed.reshape(count, heads * size), layer.o_bias)
-            h = rms_norm(x, layer.mlp_norm, eps)
+            h = layer.mlp_norm(x)
             gate_up = layer.gate_up(h, layer.gate_up_bias)
             x = x + layer.down(F.silu(gate_up[:, :inner]) * gate_up[:, inner:], layer.down_bias)
         if logit_rows is None:
             return None
-        return self.lm_head(rms_norm(x.index_select(0, logit_rows), self.norm, eps)).to(torch.float32)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+        return self.lm_head(self.norm(x.index_select(0, logit_rows))).to(torch.float32)
 
 
 class _Taker:
