@@ -115,7 +115,6 @@ def main(quick: bool) -> bool:
                 "stub",
                 f"file://{checkpoint}",
                 engine="stub",
-                env=env,
                 scaling={"min_replicas": 1, "keep_alive": 600, "target_concurrency": 64, "max_concurrency": 64},
             )
             service.call("POST", "/v1/completions", {"model": "stub", "prompt": "wake", "max_tokens": 1})
