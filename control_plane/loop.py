@@ -25,7 +25,6 @@ from control_plane.records import OutcomeError, RequestState
 from control_plane.seating import Seating
 from control_plane.serving import Servable, Serving
 from control_plane.settings import Settings
-from control_plane.spec import resolve_environment
 from control_plane.starts import StartRecord
 from function_runtime.protocol import ReplicaState, ReplicaStatus
 
@@ -285,6 +284,8 @@ class ControlLoop:
     # --- acting ---
 
     def _start(self, key: FunctionKey, revision: Revision, count: int, decision: Decision | None) -> None:
+        from control_plane.spec import resolve_environment
+
         record, now_s = self._start_record(key, revision.revision), time.monotonic()
         if record.pausing(now_s):
             self._ask_again(key, record.not_before_s)

@@ -7,6 +7,7 @@ of a token.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
@@ -43,6 +44,12 @@ async def _open_accounts(db: Database) -> list[ReplicaStatus]:
     return found
 
 
+async def _import_ahead() -> None:
+    """What the first deployment and the first request need, and a start need not wait for."""
+    for module in ("control_plane.spec", "model_loader.chat", "model_loader.tokenizer", "tokenizers", "jinja2"):
+        await asyncio.to_thread(importlib.import_module, module)
+
+
 class Upkeep:
     def __init__(self, context: AppContext) -> None:
         self._context = context
@@ -57,7 +64,8 @@ class Upkeep:
         ):
             self._tasks.append(asyncio.get_running_loop().create_task(self._every(name, pause_s, work)))
 
-        self._tasks.append(asyncio.get_running_loop().create_task(self._once("close_unseen", self.close_unseen)))
+        for name, once in (("close_unseen", self.close_unseen), ("import_ahead", _import_ahead)):
+            self._tasks.append(asyncio.get_running_loop().create_task(self._once(name, once)))
 
     async def close(self) -> None:
         for task in self._tasks:

@@ -14,11 +14,11 @@ from aiohttp import web
 from control_plane.api.bodies import decode, read_body
 from control_plane.errors import InvalidRequest
 from control_plane.functions import Function, Revision
-from control_plane.spec import FunctionSpec, parse_json, parse_yaml
 from control_plane.tenants import ApiKey, Role
 
 if TYPE_CHECKING:
     from control_plane.context import AppContext
+    from control_plane.spec import FunctionSpec
 
 
 class RollbackBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -112,6 +112,8 @@ def import_body(revision: Revision) -> dict[str, Any]:
 
 
 def _spec(body: bytes, content_type: str) -> FunctionSpec:
+    from control_plane.spec import parse_json, parse_yaml
+
     if not content_type.endswith("yaml"):
         return parse_json(body)
     try:
