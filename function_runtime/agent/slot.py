@@ -270,6 +270,10 @@ class Slot:
             held = memory.get(replica.pid)
             if held is not None and held.resident_bytes and not replica.is_final:
                 replica.memory = held.as_replica()
+        told = (self.memory_used_bytes // TOLD_BYTES, self.baseline.bytes // TOLD_BYTES)
+        if told != self._told_memory:
+            self._told_memory = told
+            self.slot_changed()
 
     # --- the whole ------------------------------------------------------------------------------------------------
 
