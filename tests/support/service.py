@@ -45,7 +45,9 @@ class Service:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.args = args
-        self.env = {**os.environ, **(env or {})}
+        # Compiled sources are kept, as they are for any user: compiling them anew at each start takes most of a second.
+        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        self.env = {**inherited, **(env or {})}
         self.process: subprocess.Popen[bytes] | None = None
         self.log_path = data_dir / "up.log"
 
