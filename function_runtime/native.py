@@ -19,6 +19,7 @@ from function_runtime import process
 from function_runtime.clock import Stopwatch
 from function_runtime.engine.engine import Engine
 from function_runtime.engine.errors import EngineError
+from function_runtime.engine.matrix import Matrix, use_threads
 from function_runtime.engine.output import Admitted, Restored, StepOutput
 from function_runtime.engine_like import EngineLike, EngineStats, KvLayout, RestoredKv
 from function_runtime.errors import EngineFault, LoadError
@@ -143,11 +144,11 @@ class NativeBuilder:
 
     def warm_up(self) -> None:
         """Starts the compute threads and faults in the code of the operations every model runs."""
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        use_threads(len(os.sched_getaffinity(0)))
         with torch.inference_mode():
-            rows, weight = torch.ones(8, 256), torch.ones(512, 256)
+            rows, matrix = torch.ones(8, 256), Matrix(torch.ones(256, 512))
             for count in (8, 1):
-                hidden = torch.nn.functional.linear(rows[:count], weight)
+                hidden = matrix(rows[:count])
                 hidden = torch.nn.functional.silu(hidden[:, :256]) * hidden[:, 256:]
                 heads = hidden.view(1, count, 4, 64).transpose(1, 2).contiguous()
                 hidden = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)

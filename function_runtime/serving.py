@@ -14,11 +14,11 @@ import selectors
 import socket
 import sys
 import time
+import traceback
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-import msgspec
-
+from function_runtime.agent_channel import AgentChannel, AgentGone
 from function_runtime.clock import LifeClock, Stopwatch
 from function_runtime.engine_like import EngineLike, RestoredKv
 from function_runtime.errors import EngineFault
@@ -43,7 +43,7 @@ from function_runtime.protocol import (
     Welcome,
     Work,
 )
-from function_runtime.wire import AgentWord, Drain, Ping, Report, agent_words, pack
+from function_runtime.wire import AgentWord, Drain, Ping, Report
 
 _BUSY_BEAT_NS: Final = int(HEARTBEAT_S / 2 * 1e9)
 _IDLE_BEAT_NS: Final = 1_000_000_000
@@ -75,42 +75,6 @@ class KvService(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class AgentChannel:
-    """The worker's end of its socket pair with the agent."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
-        self._buffer = bytearray()
-
-    def say(self, word: msgspec.Struct) -> None:
-        try:
-            self.socket.sendall(pack(word))  # type: ignore[arg-type]
-        except OSError as error:
-            raise AgentGone from error
-
-    def receive(self) -> list[AgentWord]:
-        """Blocks until something comes. Raises `AgentGone` at the end of the stream."""
-        try:
-            data = self.socket.recv(1 << 16)
-        except OSError as error:
-            raise AgentGone from error
-        if not data:
-            raise AgentGone
-        self._buffer += data
-        words: list[AgentWord] = []
-        while len(self._buffer) >= 4:
-            size = int.from_bytes(self._buffer[:4], "big")
-            if len(self._buffer) < 4 + size:
-                break
-            words.append(agent_words.decode(bytes(self._buffer[4 : 4 + size])))
-            del self._buffer[: 4 + size]
-        return words
-
-
-class AgentGone(Exception):
-    """The agent died: so does the worker, at once."""
 
 
 class Serving:
@@ -209,8 +173,7 @@ class Serving:
             for sealed in step.sealed:
                 owner = self._living(sealed.request_id, sealed.epoch)
                 if owner is not None and owner.work.write_kv:
-                    data = self._engine.export_kv(owner.id, sealed.choice, sealed.start, sealed.end)
-                    self._kv.write(owner, sealed.choice, sealed.start, sealed.end, data)
+                    self._store(self._kv, owner, sealed.choice, sealed.start, sealed.end)
         now_ns = time.monotonic_ns()
         for end in step.finished:
             if ended := self._living(end.request_id, end.epoch):
@@ -244,7 +207,7 @@ class Serving:
         for link in self._links.values():
             if link.welcome:
                 link.send(progress)
-        self._agent.say(Report(time=life, running=stats.running, waiting=stats.waiting))
+        self._agent.mention(Report(time=life, running=stats.running, waiting=stats.waiting))
         for held in self._held.expired(now_ns):
             self._settle(held)
 
@@ -370,6 +333,11 @@ class Serving:
         except EngineFault as fault:
             held.fail(time.monotonic_ns(), fault.code, fault.message, retry=fault.retry)
             return
+        except Exception as error:
+            # One request that the engine trips over is no reason to end the others; it would trip again elsewhere.
+            traceback.print_exc()
+            held.fail(time.monotonic_ns(), "engine_failed", f"the engine failed to take it: {error}", retry=False)
+            return
         held.admit(
             Accepted(
                 request_id=held.id,
@@ -448,11 +416,16 @@ class Serving:
             self._linger()
 
     def _export_tail(self, held: HeldRequest) -> None:
-        if self._kv is None:
-            return
-        for choice, start, end in self._engine.kv_tail(held.id):
-            if end > start:
-                self._kv.write(held, choice, start, end, self._engine.export_kv(held.id, choice, start, end))
+        if self._kv is not None:
+            for choice, start, end in self._engine.kv_tail(held.id):
+                self._store(self._kv, held, choice, start, end)
+
+    def _store(self, kv: KvService, held: HeldRequest, choice: int, start: int, end: int) -> None:
+        """Best effort: without its KV a request is computed again."""
+        try:
+            kv.write(held, choice, start, end, self._engine.export_kv(held.id, choice, start, end))
+        except Exception as error:
+            print(f"kv not written request={held.id} choice={choice} [{start}, {end}): {error!r}", file=sys.stderr)
 
     def _linger(self) -> None:
         """The last messages get a moment to leave."""

@@ -18,12 +18,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NoReturn, Protocol
 
+from function_runtime.agent_channel import AgentChannel, AgentGone
 from function_runtime.clock import LifeClock, Stopwatch
 from function_runtime.engine_like import EngineLike
 from function_runtime.errors import SlotError
 from function_runtime.inbox import Inbox
 from function_runtime.protocol import ReplicaSpec
-from function_runtime.serving import AgentChannel, AgentGone, KvService, Serving
+from function_runtime.serving import KvService, Serving
 from function_runtime.wire import (
     AgentWord,
     Born,

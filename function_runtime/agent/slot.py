@@ -32,8 +32,6 @@ from function_runtime.protocol import ReplicaSpec, ReplicaState, ReplicaStatus, 
 from function_runtime.wire import Drain, LoadFailed, Prepared, Specialise
 from model_loader.errors import LoaderError
 
-TAKEN_WITHIN_S: Final = 2.0
-"""A worker that runs takes a spec within a few milliseconds; one that does not is stopped or hangs."""
 ATTEMPTS: Final = 3
 KILL_AFTER_GRACE_S: Final = 8.0
 """Beyond its grace an ending replica has this long for its last flush and its exit."""
@@ -196,10 +194,7 @@ class Slot:
         handed = checkpoint.done()
         if handed:
             worker.say(Prepared((await checkpoint).path))
-        try:
-            await asyncio.wait_for(asyncio.shield(worker.taken), TAKEN_WITHIN_S)
-        except TimeoutError as error:
-            raise WorkerLost(f"worker {worker.pid} did not take its spec within {TAKEN_WITHIN_S:g} s") from error
+        await worker.until_taken()
         replica.go(ReplicaState.LOADING)
         if not handed:
             await asyncio.wait([checkpoint, worker.ready], return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]

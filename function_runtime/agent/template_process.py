@@ -12,13 +12,14 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
+from function_runtime import process
 from function_runtime.agent.children import Child, Children
-from function_runtime.agent.worker_process import WorkerProcess
+from function_runtime.agent.worker_process import STOPPED_LOOK_S, WorkerProcess
 from function_runtime.errors import WorkerLost
 from function_runtime.wire import Fork, Forked, Imported, datagram, template_pair, template_words
 
 IMPORTED_WITHIN_S: Final = 180.0
-FORKED_WITHIN_S: Final = 10.0
+FORKED_WITHIN_S: Final = 30.0
 
 
 class Template:
@@ -83,18 +84,26 @@ class Template:
                 finally:
                     theirs.close()
                 async with asyncio.timeout(FORKED_WITHIN_S):
-                    await self._forked
+                    await self._until_forked(child, self._forked)
                     await asyncio.shield(worker.born)
             except (TimeoutError, OSError) as error:
                 child.kill()
                 worker.kill()
-                raise WorkerLost(f"the template did not fork within {FORKED_WITHIN_S} s") from error
+                why = str(error) or f"not within {FORKED_WITHIN_S:g} s"
+                raise WorkerLost(f"the template did not fork: {why}") from error
             except BaseException:
                 worker.kill()
                 raise
             finally:
                 self._forked = None
             return worker
+
+    async def _until_forked(self, child: Child, forked: asyncio.Future[None]) -> None:
+        while not forked.done():
+            await asyncio.wait([forked], timeout=STOPPED_LOOK_S)
+            if not forked.done() and process.is_stopped(child.pid):
+                raise TimeoutError("it is stopped")
+        forked.result()
 
     async def end(self) -> None:
         if self._child is not None and self._child.alive:

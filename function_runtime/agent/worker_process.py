@@ -10,7 +10,9 @@ import asyncio
 import socket
 import time
 from collections.abc import Callable
+from typing import Final
 
+from function_runtime import process
 from function_runtime.agent.children import Child, Children
 from function_runtime.errors import WorkerLost
 from function_runtime.wire import (
@@ -26,6 +28,9 @@ from function_runtime.wire import (
     pack,
     worker_words,
 )
+
+TAKEN_WITHIN_S: Final = 30.0
+STOPPED_LOOK_S: Final = 0.25
 
 
 class WorkerProcess:
@@ -62,6 +67,17 @@ class WorkerProcess:
     @property
     def alive(self) -> bool:
         return not self.gone.done()
+
+    async def until_taken(self) -> None:
+        """Until the worker says that it has its spec, which one that runs does within milliseconds. Raises `WorkerLost`
+        for one that is gone, stopped, or silent for `TAKEN_WITHIN_S`."""
+        for _ in range(int(TAKEN_WITHIN_S / STOPPED_LOOK_S)):
+            done, _ = await asyncio.wait([self.taken], timeout=STOPPED_LOOK_S)
+            if done:
+                return self.taken.result()
+            if process.is_stopped(self.pid):
+                raise WorkerLost(f"worker {self.pid} is stopped")
+        raise WorkerLost(f"worker {self.pid} did not take its spec within {TAKEN_WITHIN_S:g} s")
 
     def say(self, word: Word) -> None:
         frame = pack(word)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
+import time
 from collections.abc import Callable
 
 import psutil
@@ -89,3 +92,45 @@ def test_however_the_agent_ends_nothing_is_left(agent: AgentProcess, number: sig
     agent.process.send_signal(number)
     agent.process.wait(10)
     wait_for(lambda: not agent.family(), 1.0, "the end of the family")
+
+
+def test_a_stopped_agent_does_not_stop_its_replicas(start_agent: Callable[..., AgentProcess]) -> None:
+    agent = start_agent("--orphan-s", "60")
+    status = agent.ready(stub_spec({"STOKER_STUB_TOKEN_S": "0.001"}, max_context_tokens=100_000))
+    os.kill(agent.process.pid, signal.SIGSTOP)
+    try:
+        with agent.connect(status) as link:
+            request = link.submit(work(max_tokens=3000))
+            assert link.outcome(request).last_seq == 3000
+    finally:
+        os.kill(agent.process.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_kills_at_random_moments_leave_no_dead_replica_counted_as_living(agent: AgentProcess, seed: int) -> None:
+    moments = random.Random(seed)
+    specs = [stub_spec({"STOKER_STUB_START_S": f"{moments.random() / 5:.3f}"}) for _ in range(4)]
+    for spec in specs:
+        agent.start_replica(spec)
+        time.sleep(moments.random() / 10)
+        victims = [p for p in agent.family() if p.pid != agent.process.pid]
+        if victims:
+            number = moments.choice([signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
+            with contextlib.suppress(psutil.Error):
+                moments.choice(victims).send_signal(number)
+        if moments.random() < 0.3:
+            agent.end_replica(moments.choice(specs[: specs.index(spec) + 1]).replica_id, grace_s=0)
+
+    def settled() -> bool:
+        """Every replica is ended, or ready with a process that answers."""
+        for status in agent.state().replicas:
+            if status.state in (ReplicaState.ENDED, ReplicaState.FAILED):
+                assert status.exit or not status.pid
+                continue
+            if status.state is not ReplicaState.READY or psutil.Process(status.pid).status() == "stopped":
+                return False
+        return True
+
+    wait_for(settled, 20, "rest")
+    ready = {s.pid for s in agent.state().replicas if s.state is ReplicaState.READY}
+    assert {p.pid for p in agent.family()} == ready | {agent.process.pid}
