@@ -65,12 +65,13 @@ def progress(title: str, *, quiet: bool = False) -> Iterator[Advance]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    parts = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn())
+    parts = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[share]}"), TimeElapsedColumn())
     with Progress(*parts, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=None)
+        task = bar.add_task(title, total=None, share="")
 
         def advance(stage: str, done: int, total: int) -> None:
-            bar.update(task, description=f"{title}: {stage}", completed=done, total=total or None)
+            share = f"{100 * done // total}%" if total else ""
+            bar.update(task, description=f"{title}: {stage}", completed=done, total=total or None, share=share)
 
         yield advance
 
