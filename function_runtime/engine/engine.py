@@ -24,7 +24,7 @@ from function_runtime.engine.blocks import BlockPool
 from function_runtime.engine.emission import Emitter
 from function_runtime.engine.errors import EngineError, InvalidWork, NumericError, UnusableModel
 from function_runtime.engine.kv_cache import BLOCK_SIZE, KvCache
-from function_runtime.engine.matrix import use_threads
+from function_runtime.engine.matrix import hire
 from function_runtime.engine.memory import keep_freed_memory
 from function_runtime.engine.models.llama import Llama
 from function_runtime.engine.output import (
@@ -99,8 +99,10 @@ class Engine:
         if device.type not in ("cpu", "cuda"):
             raise UnusableModel(f"device {options.device!r} is not computed on here (known: cpu, cuda)")
         keep_freed_memory()
-        use_threads(options.threads or len(os.sched_getaffinity(0)))
-        return cls(Llama(config, map_weights(prepared, device)), tokenizer, eos_token_ids, options, device)
+        weights = map_weights(prepared, device)
+        threads = options.threads or len(os.sched_getaffinity(0))
+        crew = hire(threads, weights["norm"].dtype, device)
+        return cls(Llama(config, weights, crew), tokenizer, eos_token_ids, options, device)
 
     # --- between steps --------------------------------------------------------------------------------------------
 

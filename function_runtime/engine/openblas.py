@@ -1,4 +1,4 @@
-"""The OpenBLAS that comes with numpy: whether it is there, and how many threads it uses.
+"""The OpenBLAS that comes with numpy: whether it is the faster one here, and how many threads it uses.
 
 On the AMD machines this was measured on it multiplies few float32 rows by a matrix in half the time MKL takes (which
 torch uses), and many rows in nine tenths. Limits: found by the name of the library numpy's wheels bundle; where that is
@@ -43,7 +43,7 @@ def is_faster() -> bool:
 
 
 def set_threads(count: int) -> None:
-    """Also starts the threads that are missing. Nothing where the library is not there."""
+    """Nothing where the library is not there."""
     setter = _setter()
     if setter is not None:
         setter(count)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from function_runtime.engine.attention.interface import Attention, Plan
+from function_runtime.engine.crew import Crew
 from function_runtime.engine.errors import UnusableModel
 from function_runtime.engine.matrix import Matrix
 from function_runtime.engine.models.norm import RmsNorm
@@ -37,27 +38,27 @@ class Layer:
 
 
 class Llama:
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], crew: Crew | None) -> None:
         self.config = config
         heads, eps = config.num_heads + 2 * config.num_kv_heads, config.rms_norm_eps
         hidden, inner, wide = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
         take = _Taker(weights)
         head = take("embed" if config.tie_word_embeddings else "lm_head", (hidden, config.vocab_size))
         self._embedding = head.t() if config.tie_word_embeddings else take("embed", (config.vocab_size, hidden))
-        self.lm_head = Matrix(head)
+        self.lm_head = Matrix(head, crew)
         self.norm = RmsNorm(take("norm", (hidden,)), eps)
         self.dtype, self.device = head.dtype, head.device
         self.layers = tuple(
             Layer(
                 attn_norm=RmsNorm(take(f"layers.{i}.attn_norm", (hidden,)), eps),
-                qkv=Matrix(take(f"layers.{i}.qkv", (hidden, heads * config.head_dim))),
+                qkv=Matrix(take(f"layers.{i}.qkv", (hidden, heads * config.head_dim)), crew),
                 qkv_bias=take.optional(f"layers.{i}.qkv_bias", (heads * config.head_dim,)),
-                o=Matrix(take(f"layers.{i}.o", (wide, hidden))),
+                o=Matrix(take(f"layers.{i}.o", (wide, hidden)), crew),
                 o_bias=take.optional(f"layers.{i}.o_bias", (hidden,)),
                 mlp_norm=RmsNorm(take(f"layers.{i}.mlp_norm", (hidden,)), eps),
-                gate_up=Matrix(take(f"layers.{i}.gate_up", (hidden, 2 * inner))),
+                gate_up=Matrix(take(f"layers.{i}.gate_up", (hidden, 2 * inner)), crew),
                 gate_up_bias=take.optional(f"layers.{i}.gate_up_bias", (2 * inner,)),
-                down=Matrix(take(f"layers.{i}.down", (inner, hidden))),
+                down=Matrix(take(f"layers.{i}.down", (inner, hidden)), crew),
                 down_bias=take.optional(f"layers.{i}.down_bias", (hidden,)),
             )
             for i in range(config.num_layers)
