@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import Sequence
+from typing import Final, NoReturn
 
 from function_runtime import process
+
+_CONTROL_FD: Final = 40
+_NO_EXEC: Final = 127
 
 
 class Child:
@@ -70,21 +75,25 @@ class Children:
     def spawn_module(
         self, module: str, arguments: Sequence[str], *, control_fd: int, output: str, environment: dict[str, str]
     ) -> Child:
-        """`python -m module --control-fd N ...`, with its output appended to a file."""
-        handed_fd = 40
-        pid = os.posix_spawn(
-            sys.executable,
-            [sys.executable, "-m", module, "--control-fd", str(handed_fd), *arguments],
-            environment,
-            file_actions=[
-                (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
-                (os.POSIX_SPAWN_OPEN, 1, output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
-                (os.POSIX_SPAWN_DUP2, 1, 2),
-                (os.POSIX_SPAWN_DUP2, control_fd, handed_fd),
-            ],
-            setsigmask=[],
-        )
+        """`python -m module --control-fd N --agent-pid P ...`, with its output appended to a file. Bound to this
+        process's life before its first instruction, so that it can be stopped at no moment that would save it."""
+        command = [sys.executable, "-m", module, "--control-fd", str(_CONTROL_FD), "--agent-pid", str(os.getpid())]
+        log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        agent_pid = os.getpid()
+        # A signal to the child before its exec would be handled by our handlers, and wake our loop.
+        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            pid = os.fork()
+            if pid == 0:
+                _become(command + list(arguments), agent_pid, control_fd, log, environment)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+        os.close(log)
         return self.adopt(pid)
+
+    @property
+    def pids(self) -> list[int]:
+        return [*self._by_pid, *self.foreign]
 
     def reap_strays(self) -> None:
         while True:
@@ -100,7 +109,25 @@ class Children:
         child = self._by_pid.get(pid)
         if child is not None:
             child.kill()
+        elif pid in self.foreign:
+            # Seen stopped for seconds, so not reaped: the pid is still its own.
+            os.kill(pid, signal.SIGKILL)
 
     def kill_all(self) -> None:
         for child in list(self._by_pid.values()):
             child.kill()
+
+
+def _become(command: list[str], agent_pid: int, control_fd: int, log: int, environment: dict[str, str]) -> NoReturn:
+    try:
+        if not process.die_with_parent(agent_pid):
+            os._exit(_NO_EXEC)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((null, 0), (log, 1), (log, 2), (control_fd, _CONTROL_FD)):
+            os.dup2(source, target)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        os.execve(command[0], command, environment)
+    finally:
+        os._exit(_NO_EXEC)

@@ -12,9 +12,11 @@ import os
 import secrets
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
+from function_runtime import process
 from function_runtime.agent.checkpoints import Checkpoint
 from function_runtime.agent.children import Children
 from function_runtime.errors import LoadError
@@ -105,24 +107,24 @@ class Pool:
 
     async def _run_prepare(self, manifest_path: Path, dtype: str, out: Path, progress: ProgressCallback) -> None:
         """One preparation as a process of its own, so that its memory goes with it and its threads are nobody's."""
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "function_runtime.bound", str(os.getpid()), "model_loader.recipe"),
-            *(str(manifest_path), "--dtype", dtype, "--out", str(out)),
+        recipe = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "model_loader.recipe", str(manifest_path), "--dtype", dtype, "--out", str(out)),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             limit=_MAX_LINE_BYTES,
+            preexec_fn=partial(process.die_with_parent, os.getpid()),
         )
-        self._children.foreign.add(process.pid)
+        self._children.foreign.add(recipe.pid)
         try:
-            error = await _follow(process, progress)
-            status = await process.wait()
+            error = await _follow(recipe, progress)
+            status = await recipe.wait()
         except BaseException:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+            if recipe.returncode is None:
+                recipe.kill()
+                await recipe.wait()
             raise
         finally:
-            self._children.foreign.discard(process.pid)
+            self._children.foreign.discard(recipe.pid)
         if error is not None:
             raise error
         if status != 0:
@@ -130,12 +132,12 @@ class Pool:
             raise LoadError("prepare_failed", message, retry=True)
 
 
-async def _follow(process: asyncio.subprocess.Process, progress: ProgressCallback) -> LoaderError | None:
+async def _follow(recipe: asyncio.subprocess.Process, progress: ProgressCallback) -> LoaderError | None:
     """Passes progress on until the output ends; gives the error it reported."""
-    if process.stdout is None:
+    if recipe.stdout is None:
         return None
     error: LoaderError | None = None
-    async for line in process.stdout:
+    async for line in recipe.stdout:
         event = json.loads(line)
         if event["event"] == "progress":
             progress(Progress(event["stage"], event["done_bytes"], event["total_bytes"]))

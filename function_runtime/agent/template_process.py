@@ -54,7 +54,7 @@ class Template:
         imported.add_done_callback(lambda f: f.cancelled() or f.exception())
         child = self._children.spawn_module(
             "function_runtime.template",
-            ["--agent-pid", str(os.getpid()), "--slot-dir", self._slot_dir],
+            ["--slot-dir", self._slot_dir],
             control_fd=theirs.fileno(),
             output=self._log_path,
             environment=dict(os.environ),

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
-from collections.abc import Iterable
 from typing import Final
 
 from function_runtime import process
@@ -58,11 +57,10 @@ class Watch:
 
     async def _look(self, now_s: float, *, judge: bool) -> None:
         slot = self._slot
-        workers = self._workers()
-        for worker in workers:
+        for worker in self._workers():
             worker.say(Ping(lease_s=self._orphan_s))
         if judge:
-            self._kill_stopped(now_s, workers)
+            self._kill_stopped(now_s)
             self._kill_stalled(now_s)
             if now_s - self.read_at_s > self._orphan_s:
                 self.orphaned.set()
@@ -77,9 +75,8 @@ class Watch:
         held = [replica.worker for replica in self._slot.live if replica.worker is not None]
         return [worker for worker in (*held, *self._slot.workers.waiting) if worker.alive]
 
-    def _kill_stopped(self, now_s: float, workers: Iterable[WorkerProcess]) -> None:
-        pids = {worker.pid for worker in workers} | {self._slot.workers.template.pid}
-        stopped = {pid for pid in pids if pid and process.is_stopped(pid)}
+    def _kill_stopped(self, now_s: float) -> None:
+        stopped = {pid for pid in self._slot.children.pids if process.is_stopped(pid)}
         self._stopped_since = {pid: self._stopped_since.get(pid, now_s) for pid in stopped}
         for pid, since_s in self._stopped_since.items():
             if now_s - since_s >= STOPPED_FOR_S:

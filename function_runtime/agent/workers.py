@@ -74,7 +74,7 @@ class Workers:
         ours, theirs = socket.socketpair()
         child = self._children.spawn_module(
             "function_runtime.stub",
-            ["--agent-pid", str(os.getpid()), "--slot-dir", str(self._slot_dir)],
+            ["--slot-dir", str(self._slot_dir)],
             control_fd=theirs.fileno(),
             output=str(log_path),
             environment={**os.environ, **spec.env},

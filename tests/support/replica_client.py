@@ -135,11 +135,16 @@ class AgentProcess:
         return (self.directory / "agent.log").read_text(errors="replace")[-4000:]
 
     def family(self) -> list[psutil.Process]:
-        """Living processes that name this slot's directory on their command line."""
+        """Living processes that name this slot's directory, or its pool's, on their command line."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                named = str(self.directory) in process.cmdline() and process.pid != os.getpid()
+                arguments = process.cmdline()
+                named = process.pid != os.getpid() and any(
+                    place == argument or argument.startswith(f"{place}/")
+                    for argument in arguments
+                    for place in (str(self.directory), str(self.pool_directory))
+                )
                 if named and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found

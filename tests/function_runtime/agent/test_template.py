@@ -125,3 +125,29 @@ def test_a_template_killed_while_it_imports_is_started_again(
     template = wait_for(lambda: [p for p in agent.family() if p.pid != agent.process.pid], 10)[0]
     template.kill()
     assert agent.until(spec.replica_id, ReplicaState.READY, within_s=90).pid
+
+
+def preparation_of(agent: AgentProcess) -> psutil.Process:
+    found = wait_for(lambda: [p for p in agent.family() if "model_loader.recipe" in p.cmdline()], 10, "a preparation")
+    return found[0]
+
+
+def test_a_stopped_preparation_is_given_up(start_agent: Callable[..., AgentProcess], tiny_model: TinyModel) -> None:
+    agent = start_agent()
+    spec = tiny_model.spec()
+    agent.start_replica(spec)
+    preparation_of(agent).suspend()
+    failed = agent.until(spec.replica_id, ReplicaState.FAILED, within_s=60)
+    assert failed.error is not None and failed.error.code == "prepare_failed" and failed.error.retry
+    assert serves(agent, tiny_model) is False
+
+
+def test_a_preparation_dies_with_its_agent_even_stopped(
+    start_agent: Callable[..., AgentProcess], tiny_model: TinyModel
+) -> None:
+    agent = start_agent()
+    agent.start_replica(tiny_model.spec())
+    preparation_of(agent).suspend()
+    agent.process.kill()
+    agent.process.wait()
+    wait_for(lambda: not agent.family(), 1.0, "the end of the family")
