@@ -12,9 +12,8 @@ from control_plane.client import Client, HttpError
 
 
 def show_replicas(data_dir: Path | None, url: str | None, everything: bool, as_json: bool) -> None:
-    query = {"all": "1"} if everything else None
-    answer = connect(data_dir, url).request("GET", "/api/v1/replicas", query=query)
-    found = [item for item in answer["data"] if everything or is_of_interest(item)]
+    answer = connect(data_dir, url).request("GET", "/api/v1/replicas", query={"all": "1"})
+    found = answer["data"] if everything else of_interest(answer["data"])
     if as_json:
         print_json({**answer, "data": found})
         return
@@ -43,9 +42,20 @@ def show_replicas(data_dir: Path | None, url: str | None, everything: bool, as_j
     )
 
 
-def is_of_interest(item: dict[str, Any]) -> bool:
-    """What lives, and what failed: the reason of a failure is what `ps` is asked for."""
-    return bool(item["state"] != "ended")
+def of_interest(replicas: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What lives, and what failed while nothing of its function has worked since: that reason is what `ps` is asked
+    for."""
+    worked_us: dict[str, int] = {}
+    for item in replicas:
+        if item["ready_us"]:
+            worked_us[item["function"]] = max(worked_us.get(item["function"], 0), item["created_us"])
+
+    def is_shown(item: dict[str, Any]) -> bool:
+        if item["state"] == "failed":
+            return bool(item["created_us"] >= worked_us.get(item["function"], 0))
+        return bool(item["state"] != "ended")
+
+    return [item for item in replicas if is_shown(item)]
 
 
 def reason_of(item: dict[str, Any]) -> str:

@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from control_plane.cli.data_dir import DataDir, Holder
 from control_plane.cli.failure import CommandError
 from control_plane.cli.output import columns, money, seconds, size
+from control_plane.cli.replicas import of_interest
 from control_plane.cli.usage import microusd_of
 from control_plane.resumption import Unreachable
 
@@ -43,6 +45,15 @@ def test_sizes_and_columns() -> None:
     assert [size(n) for n in (None, 10, 2048, 5 << 20, 3 << 30)] == ["-", "10 B", "2 KiB", "5 MiB", "3.00 GiB"]
     table = columns(("NAME", "N"), [("a", 1), ("long", 100)], right=frozenset({1}))
     assert table.splitlines() == ["NAME    N", "a       1", "long  100"]
+
+
+def test_ps_shows_a_failure_until_something_of_its_function_works() -> None:
+    def replica(function: str, created_us: int, state: str, ready_us: int = 0) -> dict[str, Any]:
+        return {"function": function, "created_us": created_us, "state": state, "ready_us": ready_us}
+
+    mended = [replica("a", 1, "failed"), replica("a", 2, "ended", 3), replica("a", 4, "ready", 5)]
+    broken = [replica("b", 1, "ended", 2), replica("b", 3, "failed"), replica("b", 4, "starting")]
+    assert of_interest([*mended, *broken]) == [mended[2], broken[1], broken[2]]
 
 
 def test_a_held_directory_names_its_holder_until_it_is_let_go(tmp_path: Path) -> None:
