@@ -7,7 +7,6 @@ engine is built in the worker, after the fork.
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,9 +16,9 @@ import torch
 
 from function_runtime import process
 from function_runtime.clock import Stopwatch
+from function_runtime.engine import warmup
 from function_runtime.engine.engine import Engine
 from function_runtime.engine.errors import EngineError
-from function_runtime.engine.matrix import Matrix, use_threads
 from function_runtime.engine.output import Admitted, Restored, StepOutput
 from function_runtime.engine_like import EngineLike, EngineStats, KvLayout, RestoredKv
 from function_runtime.errors import EngineFault, LoadError
@@ -144,16 +143,7 @@ class NativeBuilder:
 
     def warm_up(self) -> None:
         """Starts the compute threads and faults in the code of the operations every model runs."""
-        use_threads(len(os.sched_getaffinity(0)))
-        with torch.inference_mode():
-            rows, matrix = torch.ones(8, 256), Matrix(torch.ones(256, 512))
-            for count in (8, 1):
-                hidden = matrix(rows[:count])
-                hidden = torch.nn.functional.silu(hidden[:, :256]) * hidden[:, 256:]
-                heads = hidden.view(1, count, 4, 64).transpose(1, 2).contiguous()
-                hidden = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
-                hidden = torch.cat((hidden.cos(), hidden.sin()), dim=-1).float().pow(2).mean(-1, keepdim=True)
-                hidden.rsqrt().argmax().item()
+        warmup.warm_up()
 
     def map_ahead(self, paths: Sequence[Path]) -> bool:
         for path in [known for known in self._ahead if known not in paths]:

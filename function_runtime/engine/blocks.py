@@ -18,6 +18,8 @@ class BlockPool:
         self._holders = [0] * total
         self._free: list[int] = list(range(total))
         """A heap: low blocks first, so that memory is touched late and neighbours stay together."""
+        self._in_heap = bytearray(b"\x01" * total)
+        """A block taken as a neighbour stays in the heap until it comes up; it is not pushed twice."""
         self._is_free = bytearray(b"\x01" * total)
         self._free_count = total
         self._hash_of: dict[int, bytes] = {}
@@ -40,9 +42,7 @@ class BlockPool:
         if after is not None and after + 1 < self.total and self._is_free[after + 1]:
             block = after + 1
         elif self._free_count:
-            block = heapq.heappop(self._free)
-            while not self._is_free[block]:
-                block = heapq.heappop(self._free)
+            block = self._lowest()
         elif self._idle:
             block, _ = self._idle.popitem(last=False)
             del self._block_of[self._hash_of.pop(block)]
@@ -79,9 +79,7 @@ class BlockPool:
             if block in self._hash_of:
                 self._idle[block] = None
             else:
-                self._is_free[block] = 1
-                self._free_count += 1
-                heapq.heappush(self._free, block)
+                self._give_back(block)
 
     def forget(self, block: int) -> None:
         """Withdraws a published block (its content is not to be served again)."""
@@ -90,9 +88,7 @@ class BlockPool:
             del self._block_of[chain]
         if block in self._idle:
             del self._idle[block]
-            self._is_free[block] = 1
-            self._free_count += 1
-            heapq.heappush(self._free, block)
+            self._give_back(block)
 
     def publish(self, block: int, chain: bytes) -> None:
         """Makes a complete block findable; the first block published for a prefix stays."""
@@ -113,3 +109,17 @@ class BlockPool:
     def idle_among(self, blocks: Iterable[int]) -> int:
         """How many of these are counted in `available`: holding them makes it smaller."""
         return sum(1 for block in blocks if block in self._idle)
+
+    def _lowest(self) -> int:
+        while True:
+            block = heapq.heappop(self._free)
+            self._in_heap[block] = 0
+            if self._is_free[block]:
+                return block
+
+    def _give_back(self, block: int) -> None:
+        self._is_free[block] = 1
+        self._free_count += 1
+        if not self._in_heap[block]:
+            self._in_heap[block] = 1
+            heapq.heappush(self._free, block)

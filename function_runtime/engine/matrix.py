@@ -6,6 +6,8 @@ through torch. Limits: the choice is made once per matrix; each gives the same r
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -40,4 +42,10 @@ def hire(threads: int, dtype: torch.dtype, device: torch.device) -> Crew | None:
         torch.set_num_threads(threads)
     if dtype is not torch.float32 or device.type != "cpu" or not openblas.is_faster():
         return None
+    return _crew(threads)
+
+
+@cache
+def _crew(threads: int) -> Crew:
+    """One for the process: what waited for a checkpoint before is what multiplies after."""
     return Crew(threads)

@@ -68,6 +68,7 @@ class Pool(RuleBasedStateMachine):
     def every_block_is_held_or_available(self) -> None:
         held = {block for table in self.tables for block in table}
         assert self.pool.used == len(held)
+        assert len(self.pool._free) <= TOTAL
         for block in range(TOTAL):
             assert self.pool.holders(block) == sum(table.count(block) for table in self.tables)
         for chain, block in self.content.items():
