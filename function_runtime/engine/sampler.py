@@ -19,7 +19,7 @@ from torch import Tensor
 from function_runtime.engine.uniform import uniform
 from function_runtime.protocol import Sampling
 
-_CANDIDATES: Final = 256
+_CANDIDATES: Final = (256, 4096)
 """Most likely tokens looked at first for top-p; the whole vocabulary is sorted only where they do not suffice."""
 
 
@@ -48,17 +48,29 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Sampled | None]:
     best, greedy = logits.max(dim=-1)
     chosen: list[int] = greedy.tolist()
     sound: list[bool] = best.isfinite().tolist()
+    unfiltered: list[tuple[int, Tensor]] = []
     for index, row in enumerate(rows):
-        if not sound[index]:
+        if not sound[index] or (row.sampling.temperature == 0.0 and not _adjusts(row)):
             continue
         adjusted = _adjust(logits[index], row)
-        if row.sampling.temperature > 0.0:
-            chosen[index] = _draw(adjusted, row)
-        elif _adjusts(row):
+        if row.sampling.temperature == 0.0:
             chosen[index] = int(adjusted.argmax())
+        elif _filters(row.sampling, logits.shape[1]):
+            chosen[index] = _draw_filtered(adjusted, row)
+        else:
+            unfiltered.append((index, adjusted))
+    if unfiltered:
+        places = [index for index, _ in unfiltered]
+        tokens = _draw(torch.stack([values for _, values in unfiltered]), [rows[index] for index in places])
+        for index, token in zip(places, tokens, strict=True):
+            chosen[index] = token
     return [
         _with_logprobs(logits[i], chosen[i], row.sampling.logprobs) if sound[i] else None for i, row in enumerate(rows)
     ]
+
+
+def _filters(s: Sampling, vocabulary: int) -> bool:
+    return 0 < s.top_k < vocabulary or s.top_p < 1.0
 
 
 def _adjusts(row: Row) -> bool:
@@ -94,43 +106,82 @@ def _adjust(logits: Tensor, row: Row) -> Tensor:
     return logits
 
 
-def _draw(logits: Tensor, row: Row) -> int:
-    s = row.sampling
+def _scale(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Temperature and min-p, on `[rows, vocabulary]`; the best of each row is at 0."""
+    device = logits.device
+    temperatures = torch.tensor([row.sampling.temperature for row in rows], dtype=logits.dtype, device=device)
     # NOTE: the maximum is taken off first, so that a temperature near zero overflows towards the best token only.
-    scaled = (logits - logits.max()) / s.temperature
-    if s.min_p > 0.0:
-        scaled = scaled.masked_fill(scaled < math.log(s.min_p), -torch.inf)
+    scaled = (logits - logits.amax(-1, keepdim=True)).div_(temperatures.unsqueeze(1))
+    if any(row.sampling.min_p > 0.0 for row in rows):
+        floors = [math.log(row.sampling.min_p) if row.sampling.min_p > 0.0 else -math.inf for row in rows]
+        floor = torch.tensor(floors, dtype=logits.dtype, device=device).unsqueeze(1)
+        scaled.masked_fill_(scaled < floor, -torch.inf)
+    return scaled
+
+
+def _draw(logits: Tensor, rows: Sequence[Row]) -> list[int]:
+    """Draws from whole distributions."""
+    probabilities = torch.softmax(_scale(logits, rows), dim=-1)
+    return _invert(probabilities.cumsum(dim=-1, dtype=torch.float64), rows)
+
+
+def _invert(cumulative: Tensor, rows: Sequence[Row]) -> list[int]:
+    """The place in each row at which the cumulative distribution passes what `uniform` gives."""
+    chances = [uniform(row.sampling.seed, row.position, row.choice) for row in rows]
+    total = cumulative[:, -1:].contiguous()
+    targets = torch.tensor(chances, dtype=torch.float64, device=cumulative.device).unsqueeze(1) * total
+    # NOTE: rounding may put a target on the total itself; the first place that reaches the total is meant then.
+    places = torch.searchsorted(cumulative, targets, right=True)
+    return torch.minimum(places, torch.searchsorted(cumulative, total)).squeeze(1).tolist()
+
+
+def _draw_filtered(logits: Tensor, row: Row) -> int:
+    """Draws from the most likely tokens: `top_k` of them, of those as many as reach `top_p`."""
+    s = row.sampling
+    scaled = _scale(logits.unsqueeze(0), [row]).squeeze(0)
     vocabulary = scaled.shape[0]
     if 0 < s.top_k < vocabulary:
-        scaled = _keep(scaled, s.top_k)
-    probabilities = torch.softmax(scaled, dim=-1)
-    if s.top_p < 1.0:
-        probabilities = torch.softmax(_keep(scaled, _nucleus(probabilities, s.top_p)), dim=-1)
-    cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
-    target = uniform(s.seed, row.position, row.choice) * float(cumulative[-1])
-    index = int(torch.searchsorted(cumulative, target, right=True))
-    # NOTE: rounding may put the target on the total itself; the last token with any probability is meant then.
-    return index if index < vocabulary else int(probabilities.nonzero()[-1])
+        values, ids = _best(scaled, s.top_k)
+        if s.top_p < 1.0:
+            kept = _nucleus(torch.softmax(values, dim=-1), s.top_p) or len(values)
+            values, ids = values[:kept], ids[:kept]
+    else:
+        values, ids = _reaching(scaled, s.top_p)
+    ids, order = ids.sort()
+    cumulative = values[order].exp().cumsum(dim=-1)
+    return int(ids[_invert(cumulative.unsqueeze(0), [row])[0]])
 
 
-def _keep(values: Tensor, count: int) -> Tensor:
-    """Everything but the `count` largest set to minus infinity; of equal ones those with lower ids stay."""
-    threshold = values.topk(count).values[-1]
-    above = values > threshold
-    ties = (values == threshold).nonzero().squeeze(-1)
-    keep = above
-    keep[ties[: count - int(above.sum())]] = True
-    return values.masked_fill(~keep, -torch.inf)
+def _reaching(scaled: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """The fewest of the most likely tokens that reach `top_p` together; at least one."""
+    vocabulary = scaled.shape[0]
+    whole = torch.logsumexp(scaled.double(), dim=-1)
+    for count in (*(c for c in _CANDIDATES if c < vocabulary), vocabulary):
+        values, ids = _best(scaled, count)
+        kept = _nucleus((values - whole).exp(), top_p)
+        if kept:
+            return values[:kept], ids[:kept]
+    return values, ids
+
+
+def _best(scaled: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Values (float64) and ids of the `count` best tokens, best first; of equal ones those with lower ids."""
+    if count == scaled.shape[0]:
+        values, ids = scaled.sort(descending=True, stable=True)
+        return values.double(), ids
+    values, ids = scaled.topk(count)
+    threshold = values[-1]
+    above = int((values > threshold).sum())
+    ties = (scaled == threshold).nonzero().squeeze(-1)[: count - above]
+    ids = torch.cat((ids[:above].sort().values, ties))
+    values, order = scaled[ids].double().sort(descending=True, stable=True)
+    return values, ids[order]
 
 
 def _nucleus(probabilities: Tensor, top_p: float) -> int:
-    """How many of the most likely tokens reach `top_p` together; at least one."""
-    size = probabilities.shape[0]
-    for count in (min(_CANDIDATES, size), size):
-        total = probabilities.topk(count).values.cumsum(dim=-1, dtype=torch.float64)
-        if float(total[-1]) >= top_p:
-            return int(torch.searchsorted(total, top_p)) + 1
-    return size
+    """How many of these (best first) reach `top_p` together; 0: all of them do not."""
+    total = probabilities.cumsum(dim=-1)
+    return int(torch.searchsorted(total, top_p)) + 1 if float(total[-1]) >= top_p else 0
 
 
 def _with_logprobs(logits: Tensor, token_id: int, count: int | None) -> Sampled:
