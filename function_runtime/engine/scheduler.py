@@ -126,13 +126,14 @@ class Scheduler:
         self.preemptions += 1
 
     def _chunk(self, request: Request, budget: int, plan: Schedule) -> int:
-        """Plans the request's next prefill chunk if it fits; gives the tokens it takes."""
+        """Plans the request's next prefill chunk if it fits; gives the tokens it takes. A recorded chunk that is larger
+        than the budget goes as a step's only one, or it would wait for ever."""
         start = request.choices[0].computed
         remaining = len(request.prompt) - start
         if budget < min(remaining, MIN_CHUNK_TOKENS, self.step_tokens):
             return 0
         end = request.next_chunk(budget)
-        if end - start > budget and (plan.chunks or plan.decodes) and budget < self.step_tokens:
+        if end - start > budget and plan.chunks:
             return 0
         plan.chunks.append(Chunk(request, start, end))
         return end - start

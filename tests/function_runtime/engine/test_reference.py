@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,16 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from function_runtime.engine import step
 from function_runtime.engine.sampler import Row, Sampled, sample
-from tests.function_runtime.engine.support import Checkpoint, Transcript, make_work, run_many
+from model_loader.recipe import prepare
+from tests.function_runtime.engine.support import (
+    LLAMA2,
+    Checkpoint,
+    Transcript,
+    make_work,
+    prepare_checkpoint,
+    run_many,
+)
+from tests.support.checkpoints import make_tiny_llama
 
 TOLERANCE = 1e-3
 
@@ -76,6 +86,43 @@ def test_tiny_models_agree_with_transformers(
     works = [make_work(p, f"r{i}", max_tokens=24, ignore_eos=True) for i, p in enumerate(prompts)]
     transcripts = run_many(checkpoint.engine(step_tokens=step_tokens), works)
     compare(load_reference(checkpoint.source), recorded, transcripts, prompts)
+
+
+def test_positions_far_out_agree(llama3: Checkpoint, recorded: Recorded) -> None:
+    """Scaled rotary angles, chunks and paged attention at 3,000 positions."""
+    prompt = llama3.prompt(3000)
+    transcripts = run_many(llama3.engine(), [make_work(prompt, max_tokens=4, ignore_eos=True)])
+    compare(load_reference(llama3.source), recorded, transcripts, [prompt])
+
+
+def test_biases_agree(tmp_path: Path, recorded: Recorded) -> None:
+    directory = make_tiny_llama(tmp_path / "model", **LLAMA2)
+    config = LlamaConfig.from_pretrained(directory, attention_bias=True, mlp_bias=True)
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    model.save_pretrained(directory)
+    checkpoint = prepare_checkpoint(directory, tmp_path)
+    prompt = checkpoint.prompt(40)
+    transcripts = run_many(checkpoint.engine(step_tokens=32), [make_work(prompt, max_tokens=8, ignore_eos=True)])
+    compare(model, recorded, transcripts, [prompt])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_stays_near(llama2: Checkpoint, tmp_path: Path, dtype: str, recorded: Recorded) -> None:
+    prepare(llama2.manifest, dtype, tmp_path / "half")
+    half = replace(llama2, prepared=tmp_path / "half")
+    prompt = half.prompt(40)
+    (transcript,) = run_many(half.engine(step_tokens=32), [make_work(prompt, max_tokens=4, ignore_eos=True)])
+    known = [*prompt, *transcript.tokens()]
+    with torch.no_grad():
+        expected = load_reference(llama2.source)(torch.tensor([known])).logits[0]
+    for index in range(4):
+        logits = recorded[tuple(known[: 40 + index])]
+        assert (logits - expected[39 + index]).abs().mean().item() < 0.1
+    assert all(kv.dtype is getattr(torch, dtype) for kv in transcript.kv.values())
 
 
 def test_smollm2_agrees_with_transformers(smollm2: Checkpoint, recorded: Recorded) -> None:

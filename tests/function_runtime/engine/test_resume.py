@@ -9,7 +9,7 @@ import pytest
 from function_runtime.engine.errors import InvalidWork
 from function_runtime.engine.output import Restored
 from function_runtime.protocol import TokenEvent
-from tests.function_runtime.engine.support import Checkpoint, make_work, run_one, stored_kv
+from tests.function_runtime.engine.support import Checkpoint, Driver, make_work, run_one, stored_kv
 
 OPTIONS: dict[str, Any] = {"step_tokens": 20, "prefix_cache": False}
 """Chunks that end off any block."""
@@ -78,6 +78,20 @@ def test_admission_says_what_was_loaded_and_what_is_computed_again(llama2: Check
     assert not unknown.exact and "schedule" in unknown.detail
     cached = engine.submit(make_work(prompt, "d", prefill_ends=(16, 45), **resume))
     assert not cached.exact and "prefix cache" in cached.detail
+
+
+def test_a_recorded_chunk_larger_than_the_budget_does_not_wait_for_ever(llama2: Checkpoint) -> None:
+    prompt = llama2.prompt(100)
+    first = run_one(llama2.engine(step_tokens=512), make_work(prompt, max_tokens=8, ignore_eos=True))
+    driver = Driver(llama2.engine(step_tokens=64))
+    driver.submit(make_work(llama2.prompt(5, 1), "other", max_tokens=200, ignore_eos=True))
+    driver.step()
+    log = first.events[:2]
+    work = make_work(prompt, epoch=2, max_tokens=8, ignore_eos=True, produced=log, prefill_ends=first.prefill_ends)
+    resumed = driver.submit(work)
+    for _ in range(10):
+        driver.step()
+    assert resumed.ended and log + resumed.events == first.events
 
 
 def test_restored_prompt_is_cut_back_to_a_chunk_boundary(llama2: Checkpoint) -> None:
