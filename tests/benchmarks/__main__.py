@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 from tests.benchmarks import report
@@ -11,6 +12,7 @@ NAMES = ("output", "cold", "throughput", "control", "kills")
 
 
 def main() -> int:
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the reference prints bars of its own
     quick = "--quick" in sys.argv
     names = [argument for argument in sys.argv[1:] if not argument.startswith("-")] or list(NAMES)
     unknown = set(names) - set(NAMES)

@@ -99,7 +99,12 @@ def llama_cold(gguf: Path, tries: int) -> list[float]:
 
 
 def transformers_cold(gguf: Path) -> float:
-    command = [sys.executable, str(Path(__file__).with_name("transformers_batch.py")), str(gguf), "cold"]
+    command = [
+        str(peers.python() or sys.executable),
+        str(Path(__file__).with_name("transformers_batch.py")),
+        str(gguf),
+        "cold",
+    ]
     begin = time.perf_counter()
     subprocess.run(command, check=True, capture_output=True)
     return time.perf_counter() - begin
@@ -124,7 +129,7 @@ def main(quick: bool) -> bool:
         found["no_worker_s"] = report.median(no_worker(folder, gguf, 2 if quick else 5))
     try:
         found["llama_cpp_s"] = report.median(llama_cold(gguf, 2 if quick else 5))
-    except LookupError as error:
+    except (LookupError, RuntimeError, OSError) as error:
         report.console.print(f"not measured: {error}")
     found["transformers_s"] = transformers_cold(gguf)
     rows = [[name, found[name]] for name in found if isinstance(found[name], float)]

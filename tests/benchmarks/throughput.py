@@ -29,7 +29,7 @@ def measure(url: str, model: str, key: str, repeats: int) -> dict[int, dict[str,
 
 def transformers_static(gguf: Path) -> dict[int, dict[str, float]]:
     script = Path(__file__).with_name("transformers_batch.py")
-    command = [sys.executable, str(script), str(gguf), "batch", *map(str, AT_ONCE)]
+    command = [str(peers.python() or sys.executable), str(script), str(gguf), "batch", *map(str, AT_ONCE)]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     rows = [json.loads(line) for line in lines if line.startswith("{")]
     return {row["at_once"]: row for row in rows}
@@ -65,7 +65,7 @@ def servers(gguf: Path, folder: Path, missing: list[str]) -> dict[str, Any]:
         with peers.llama(gguf) as peer:
             peer.wait_ready()
             found["llama.cpp (computes on Q4_1)"] = measure(peer.url, "x", "none", 2)
-    except LookupError as error:
+    except (LookupError, RuntimeError, OSError) as error:
         missing.append(str(error))
     interpreter = peers.python()
     try:
@@ -77,7 +77,7 @@ def servers(gguf: Path, folder: Path, missing: list[str]) -> dict[str, Any]:
             ready_s = peer.wait_ready()
             found["vLLM for CPU, eager"] = measure(peer.url, "peer", "none", 2)
             report.console.print(f"vLLM for CPU, eager: ready after {ready_s:.1f} s")
-    except LookupError as error:
+    except (LookupError, RuntimeError, OSError) as error:
         missing.append(str(error))
     return found
 

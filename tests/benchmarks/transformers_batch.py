@@ -13,10 +13,14 @@ import time
 BEGIN = time.perf_counter()
 
 import torch  # noqa: E402
+import transformers  # noqa: E402
+import transformers.modeling_utils  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 
 def main() -> None:
+    # Reading a GGUF asks for accelerate, although nothing of it is used for a model of this size.
+    transformers.modeling_utils.is_accelerate_available = lambda *_: True
     gguf, mode, *rest = sys.argv[1:]
     path = pathlib.Path(gguf)
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
