@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -46,25 +47,26 @@ def random_kills(rounds: int, seed: int) -> dict[str, Any]:
 
 
 def resume_at(contexts: tuple[int, ...], tries: int) -> list[dict[str, Any]]:
-    """Kill the replica after a few tokens at a given context, with KV written behind and without."""
+    """Kill the replica after a few tokens at a given context, with its stored KV and with that deleted before."""
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="stoker-bench-") as folder, Service(Path(folder) / "data") as service:
         options = {"prefix_cache": False, "max_context_tokens": 6144}
-        service.deploy("loaded", MODEL, scaling={"keep_alive": 60}, engine_options=options)
-        service.deploy("recomputed", MODEL, scaling={"keep_alive": 60}, engine_options={**options, "durable_kv": False})
+        service.deploy("smol", MODEL, scaling={"keep_alive": 60}, engine_options=options)
         client = Client(lambda: Endpoint(service.url, service.key), give_up_s=120)
         for context in contexts:
-            for function in ("loaded", "recomputed"):
+            for kv in ("loaded", "recomputed"):
                 gaps, details = [], []
                 for attempt in range(tries):
                     prompt = f"{attempt} " + " ".join(f"word{i}" for i in range(context * 10 // 27))
-                    body = {"model": function, "prompt": prompt, "max_tokens": 48, "temperature": 0}
+                    body = {"model": "smol", "prompt": prompt, "max_tokens": 48, "temperature": 0}
                     stream, arrivals, killed_s = client.stream("/v1/completions", body | {"ignore_eos": True}), [], 0.0
                     for event in stream:
                         if event.carries_tokens:
                             arrivals.append(time.monotonic())
                         if len(arrivals) == 24 and not killed_s:
                             service.wait_warm()
+                            if kv == "recomputed":
+                                shutil.rmtree(service.data_dir / "objects" / "kv", ignore_errors=True)
                             service.kill("replica")
                             killed_s = time.monotonic()
                     after = [killed_s] + [at for at in arrivals if at > killed_s]
@@ -74,7 +76,7 @@ def resume_at(contexts: tuple[int, ...], tries: int) -> list[dict[str, Any]]:
                 results.append(
                     {
                         "context": context,
-                        "kv": function,
+                        "kv": kv,
                         "next_token_s": report.median(gaps),
                         "loaded_tokens": report.median([r.get("loaded_tokens", 0) for r in resumed] or [0]),
                         "recomputed_tokens": report.median([r.get("recomputed_tokens", 0) for r in resumed] or [0]),

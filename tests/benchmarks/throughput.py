@@ -39,7 +39,7 @@ def main(quick: bool) -> bool:
     gguf, found, missing = gguf_file(), {}, []
     with tempfile.TemporaryDirectory(prefix="stoker-bench-") as folder:
         with Service(Path(folder) / "data") as service:
-            service.deploy("smol", f"file://{gguf}", scaling={"keep_alive": 600}, engine_options={"max_requests": 32})
+            service.deploy("smol", f"file://{gguf}", scaling={"keep_alive": 600, "max_concurrency": 32})
             found["stoker"] = measure(service.url, "smol", service.key, 1 if quick else 3)
         found["transformers, static batch"] = transformers_static(gguf)
         if not quick:
