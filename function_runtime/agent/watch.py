@@ -1,4 +1,4 @@
-"""The agent's once-a-second look at everything it keeps: leases out, memory, processes that are stopped or stalled.
+"""The agent's once-a-second look at everything it keeps: leases out, processes that are stopped or stalled, memory.
 
     lease   every worker hears that the agent lives; the agent itself ends when nobody reads its events for `orphan_s`
     stopped a stopped child is killed after `STOPPED_FOR_S`, a replica without progress after `STALLED_AFTER_S`
@@ -22,6 +22,9 @@ from function_runtime.protocol import STALLED_AFTER_S, ReplicaState, SlotEvent
 from function_runtime.wire import Ping
 
 PERIOD_S: Final = 1.0
+MEMORY_EVERY: Final = 10
+"""Periods from one look at memory to the next; starts and ends are measured when they happen. The kernel walks every
+page to answer: with a few hundred mapped megabytes a process, once a second took a tenth of a core from the engine."""
 STOPPED_FOR_S: Final = 3.0
 
 
@@ -30,6 +33,7 @@ class Watch:
         self._slot = slot
         self._orphan_s = orphan_s
         self._stopped_since: dict[int, float] = {}
+        self._looks = 0
         self.read_at_s = time.monotonic()
         """When an event stream was last seen to be read."""
         self.orphaned = asyncio.Event()
@@ -65,7 +69,9 @@ class Watch:
             if now_s - self.read_at_s > self._orphan_s:
                 self.orphaned.set()
         slot.children.reap_strays()
-        await slot.measure_memory()
+        self._looks += 1
+        if self._looks % MEMORY_EVERY == 0 or not slot.live:
+            await slot.measure_memory()
         for replica in slot.live:
             if replica.state in (ReplicaState.READY, ReplicaState.DRAINING):
                 replica.changed()
