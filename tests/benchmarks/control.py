@@ -1,13 +1,16 @@
 """What the control plane costs: start, memory, and latency added to a stub engine at 50 requests a second.
 
-The same open-loop load goes once through the gateway (HTTP, journal, streaming) and once straight to the stub replica
-over its own protocol; the difference of the medians and of the 95th percentiles is what the gateway adds.
+The same open-loop load goes three ways to the same stub replica: through the gateway (keys, queue, journal, ledger),
+through a bare HTTP relay that does nothing but pass tokens on, and straight over the replica's own protocol. What the
+gateway adds is its difference to the relay, at the median and the 95th percentile; the difference to no HTTP at all is
+printed beside it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,7 +19,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import psutil
 
 from function_runtime import protocol
@@ -42,19 +44,35 @@ async def open_loop(seconds: float, one: Callable[[int], Awaitable[float]]) -> l
     return list(await asyncio.gather(*tasks))
 
 
-async def through_gateway(service: Service, seconds: float) -> list[float]:
-    headers = {"authorization": f"Bearer {service.key}"}
-    async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as session:
+async def over_http(port: int, key: str, seconds: float) -> list[float]:
+    """Over kept connections, with as little of a client as the straight load has: the server is what is measured."""
+    idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
-        async def one(number: int) -> float:
-            body = {"model": "stub", "prompt": f"request number {number}", "max_tokens": TOKENS, "stream": True}
-            async with session.post(f"{service.url}/v1/completions", json=body) as response:
-                data = await response.read()
-            if response.status != 200 or not data.endswith(b"data: [DONE]\n\n"):
-                raise RuntimeError(f"HTTP {response.status}: {data[-300:]!r}")
-            return 0.0
+    async def one(number: int) -> float:
+        reader, writer = idle.pop() if idle else await asyncio.open_connection("127.0.0.1", port)
+        body = {"model": "stub", "prompt": f"request number {number}", "max_tokens": TOKENS, "stream": True}
+        content = json.dumps(body).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {key}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+        )
+        writer.write(head.encode() + content)
+        data = b""
+        while not data.endswith(b"0\r\n\r\n"):
+            part = await reader.read(1 << 16)
+            if not part:
+                raise RuntimeError(f"the gateway closed the connection after {data[-300:]!r}")
+            data += part
+        if not data.startswith(b"HTTP/1.1 200") or b"data: [DONE]" not in data:
+            raise RuntimeError(f"not a whole stream: {data[:300]!r}")
+        idle.append((reader, writer))
+        return 0.0
 
+    try:
         return await open_loop(seconds, one)
+    finally:
+        for _, writer in idle:
+            writer.close()
 
 
 async def straight(port: int, token: str, seconds: float) -> list[float]:
@@ -89,6 +107,20 @@ async def straight(port: int, token: str, seconds: float) -> list[float]:
         writer.close()
 
 
+def through_relay(port: int, token: str, seconds: float) -> list[float]:
+    script = Path(__file__).with_name("bare_relay.py")
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, str(script), str(port), token, str(TOKENS)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as relay:
+        try:
+            if relay.stdout is None or not (line := relay.stdout.readline()):
+                raise RuntimeError("the bare relay did not start")
+            asyncio.run(over_http(int(line), "none", 2.0))
+            return asyncio.run(over_http(int(line), "none", seconds))
+        finally:
+            relay.kill()
+
+
 def without_torch() -> bool:
     code = "import control_plane.app, sys; print('torch' in sys.modules)"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
@@ -119,13 +151,15 @@ def main(quick: bool) -> bool:
             )
             service.call("POST", "/v1/completions", {"model": "stub", "prompt": "wake", "max_tokens": 1})
             plane = psutil.Process(service.process.pid if service.process else 0)
-            asyncio.run(through_gateway(service, 2.0))
+            asyncio.run(over_http(service.port, service.key, 2.0))
             before, begin = plane.cpu_times(), time.perf_counter()
-            via = asyncio.run(through_gateway(service, seconds))
+            via = asyncio.run(over_http(service.port, service.key, seconds))
             after, wall_s = plane.cpu_times(), time.perf_counter() - begin
             rss_mib = plane.memory_info().rss / 2**20
             replica = service.replicas()[0]
-            direct = asyncio.run(straight(replica["port"], stub_token(service, replica["replica_id"]), seconds))
+            token = stub_token(service, replica["replica_id"])
+            direct = asyncio.run(straight(replica["port"], token, seconds))
+            relayed = through_relay(replica["port"], token, seconds)
     cpu_s = (after.user - before.user) + (after.system - before.system)
     results: dict[str, Any] = {
         "ready_s": ready_s,
@@ -133,15 +167,18 @@ def main(quick: bool) -> bool:
         "imports_torch": not without_torch(),
         "gateway_median_ms": report.median(via) * 1e3,
         "gateway_p95_ms": report.percentile(via, 0.95) * 1e3,
-        "stub_median_ms": report.median(direct) * 1e3,
-        "stub_p95_ms": report.percentile(direct, 0.95) * 1e3,
+        "relay_median_ms": report.median(relayed) * 1e3,
+        "relay_p95_ms": report.percentile(relayed, 0.95) * 1e3,
+        "no_http_median_ms": report.median(direct) * 1e3,
+        "no_http_p95_ms": report.percentile(direct, 0.95) * 1e3,
         "cpu_ms_per_request": cpu_s / len(via) * 1e3,
         "cpu_us_per_token": cpu_s / (len(via) * TOKENS) * 1e6,
         "cpu_share": cpu_s / wall_s,
         "requests": len(via),
     }
-    results["added_median_ms"] = results["gateway_median_ms"] - results["stub_median_ms"]
-    results["added_p95_ms"] = results["gateway_p95_ms"] - results["stub_p95_ms"]
+    results["added_median_ms"] = results["gateway_median_ms"] - results["relay_median_ms"]
+    results["added_p95_ms"] = results["gateway_p95_ms"] - results["relay_p95_ms"]
+    results["added_to_no_http_median_ms"] = results["gateway_median_ms"] - results["no_http_median_ms"]
     report.table(
         "Control plane, stub engine at 50 requests/s", ["figure", "value"], [[k, v] for k, v in results.items()]
     )

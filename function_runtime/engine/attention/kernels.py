@@ -69,9 +69,7 @@ def reduce_kernel(
     top = tl.load(maxima + place * splits + split, mask=mask, other=float("-inf"))
     weight = tl.exp(top - tl.max(top, 0))
     total = tl.sum(tl.load(sums + place * splits + split, mask=mask, other=0.0) * weight, 0)
-    parts = tl.load(
-        partial + (place * splits + split)[:, None] * SIZE + dim[None, :], mask=mask[:, None], other=0.0
-    )
+    parts = tl.load(partial + (place * splits + split)[:, None] * SIZE + dim[None, :], mask=mask[:, None], other=0.0)
     joined = tl.sum(parts * weight[:, None], 0) / total
     tl.store(mixed + place * SIZE + dim, joined.to(mixed.dtype.element_ty))
 
