@@ -106,7 +106,9 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
 async def start_context(context: AppContext) -> None:
     """Read what is known, take over what an earlier life left, begin to watch the slots."""
     await context.keys.refresh()
-    await context.keys.ensure_admin_key(context.settings.admin_key_path)
+    # Taken out of the environment: what this process starts has no business with it.
+    given = os.environ.pop("STOKER_ADMIN_KEY", "").strip()
+    await context.keys.ensure_admin_key(context.settings.admin_key_path, given)
     await context.journal.register()
     await context.functions.refresh()
     for function in context.functions.list():

@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from control_plane.database import Connection, Database, to_the_end
-from control_plane.errors import Forbidden, NotFound, Unauthenticated
+from control_plane.errors import Conflict, Forbidden, InvalidRequest, NotFound, Unauthenticated
 
 KEY_PREFIX: Final = "sk-stoker-"
+GIVEN_KEY_CHARS: Final = 24
+"""Fewest characters of a key that an operator chose; those made here have 43 after their prefix."""
 DEFAULT_TENANT: Final = "default"
 
 
@@ -65,9 +67,7 @@ class Keys:
         """Read the valid keys; once at start, and now and then where several gateways share a database."""
 
         def run(connection: Connection) -> list[Any]:
-            return connection.execute(
-                f"SELECT {_COLUMNS}, hash FROM api_keys WHERE revoked_us IS NULL"
-            ).fetchall()
+            return connection.execute(f"SELECT {_COLUMNS}, hash FROM api_keys WHERE revoked_us IS NULL").fetchall()
 
         rows = await self._database.read(run)
         self._by_hash = {bytes(row[7]): _key(row) for row in rows}
@@ -95,7 +95,7 @@ class Keys:
             tenant=tenant,
             name=name,
             role=role,
-            display=secret[: len(KEY_PREFIX) + 4] + "...",
+            display=secret[: 4 + len(KEY_PREFIX) * secret.startswith(KEY_PREFIX)] + "...",
             created_us=time.time_ns() // 1000,
         )
         digest = _hash(secret)
@@ -152,9 +152,14 @@ class Keys:
 
         return [_key(row) for row in await self._database.read(run)]
 
-    async def ensure_admin_key(self, path: Path) -> str:
+    async def ensure_admin_key(self, path: Path, given: str = "") -> str:
         """The local admin key of embedded mode, in a file only its owner can read; made at the first start, and again
-        if the file is gone or the database does not know it."""
+        if the file is gone or the database does not know it. `given` is a key chosen by the operator."""
+        if given:
+            await self._take_admin_key(given)
+            if _read_private(path) != given:
+                _write_private(path, given + "\n")
+            return given
         secret = _read_private(path)
         key = self.lookup(secret) if secret else None
         if key is not None and key.role is Role.ADMIN:
@@ -162,6 +167,24 @@ class Keys:
         _, secret = await self.create(DEFAULT_TENANT, "local admin", Role.ADMIN)
         _write_private(path, secret + "\n")
         return secret
+
+    async def _take_admin_key(self, given: str) -> None:
+        if len(given) < GIVEN_KEY_CHARS or not given.isascii() or any(c.isspace() for c in given):
+            raise InvalidRequest(
+                f"STOKER_ADMIN_KEY needs at least {GIVEN_KEY_CHARS} ASCII characters without spaces", param="admin_key"
+            )
+        known = self.lookup(given)
+        if known is not None and known.role is Role.ADMIN:
+            return
+        digest = _hash(given)
+
+        def taken(connection: Connection) -> Any:
+            return connection.execute("SELECT id FROM api_keys WHERE hash = :hash", {"hash": digest}).fetchone()
+
+        row = await self._database.read(taken)
+        if row is not None:
+            raise Conflict(f"STOKER_ADMIN_KEY is key {row[0]}, which was revoked or is no admin's: choose another")
+        await self._store(DEFAULT_TENANT, "given admin", Role.ADMIN, given)
 
     # --- secrets of the installation --------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from control_plane.database import Database
-from control_plane.errors import Forbidden, NotFound, Unauthenticated
+from control_plane.errors import Conflict, Forbidden, InvalidRequest, NotFound, Unauthenticated
 from control_plane.tenants import Keys, Role
 from tests.control_plane.storage.builders import query
 
@@ -98,3 +98,30 @@ async def test_a_revocation_whose_client_left_holds(keys: Keys, database: Databa
     await asyncio.wait({revoking})
     await database.write(lambda connection: None)
     assert keys.lookup(secret) is None
+
+
+async def test_a_given_admin_key_opens_and_is_kept_in_the_file(keys: Keys, tmp_path: Path) -> None:
+    given, path = "chosen-by-the-operator-0123", tmp_path / "admin.key"
+    made = await keys.ensure_admin_key(path)
+    for _ in range(2):
+        assert await keys.ensure_admin_key(path, given) == given
+    assert path.read_text().strip() == given
+    assert keys.authenticate(f"Bearer {given}").role is Role.ADMIN
+    assert keys.lookup(made) is not None
+    assert all(given not in key.display for key in await keys.list("default"))
+
+
+@pytest.mark.parametrize("given", ["short", "with spaces in the middle of it", "é" * 30])
+async def test_a_given_admin_key_that_is_too_weak_is_refused_by_name(keys: Keys, tmp_path: Path, given: str) -> None:
+    with pytest.raises(InvalidRequest, match="STOKER_ADMIN_KEY"):
+        await keys.ensure_admin_key(tmp_path / "admin.key", given)
+
+
+async def test_a_given_admin_key_that_was_revoked_stays_revoked(keys: Keys, tmp_path: Path) -> None:
+    given, path = "chosen-by-the-operator-0123", tmp_path / "admin.key"
+    await keys.ensure_admin_key(path, given)
+    key = keys.lookup(given)
+    assert key is not None
+    await keys.revoke(key.id, "default")
+    with pytest.raises(Conflict, match="STOKER_ADMIN_KEY"):
+        await keys.ensure_admin_key(path, given)
