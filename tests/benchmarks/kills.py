@@ -57,7 +57,7 @@ def resume_at(contexts: tuple[int, ...], tries: int) -> list[dict[str, Any]]:
             for kv in ("loaded", "recomputed"):
                 gaps, details = [], []
                 for attempt in range(tries):
-                    prompt = f"{attempt} " + " ".join(f"word{i}" for i in range(context * 10 // 27))
+                    prompt = f"{attempt}" + " the" * (context - 1)  # a token each
                     body = {"model": "smol", "prompt": prompt, "max_tokens": 48, "temperature": 0}
                     stream, arrivals, killed_s = client.stream("/v1/completions", body | {"ignore_eos": True}), [], 0.0
                     for event in stream:
@@ -72,14 +72,14 @@ def resume_at(contexts: tuple[int, ...], tries: int) -> list[dict[str, Any]]:
                     after = [killed_s] + [at for at in arrivals if at > killed_s]
                     gaps.append(max(b - a for a, b in itertools.pairwise(after)))
                     details.append(service.call("GET", f"/api/v1/why/{stream.request_id}"))
-                resumed = [resume for detail in details for resume in detail.get("resumes", [])]
+                resumed = [detail["attempts"][-1] for detail in details]
                 results.append(
                     {
                         "context": context,
                         "kv": kv,
                         "next_token_s": report.median(gaps),
-                        "loaded_tokens": report.median([r.get("loaded_tokens", 0) for r in resumed] or [0]),
-                        "recomputed_tokens": report.median([r.get("recomputed_tokens", 0) for r in resumed] or [0]),
+                        "loaded_tokens": report.median([r["loaded_tokens"] or 0 for r in resumed]),
+                        "recomputed_tokens": report.median([r["recomputed_tokens"] or 0 for r in resumed]),
                     }
                 )
     columns = ["context tokens", "KV", "s to next token", "loaded tokens", "recomputed tokens"]
