@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks import load, peers, report
-from tests.benchmarks.smollm2 import gguf_file
 from tests.support.service import Service
+from tests.support.smollm2 import gguf as gguf_file
 
 
 def import_torch_s(tries: int) -> float:

