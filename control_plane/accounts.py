@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 from control_plane.database import Connection
@@ -64,11 +65,11 @@ class Account:
     closed_us: int | None
 
 
-_INSERT: Final = """
-INSERT INTO ledger (at_us, kind, tenant, key_id, function, revision, model, request_id, epoch, replica_id, stage,
-    wall_us, device_us, input_tokens, cached_tokens, output_tokens, price_microusd_per_hour, cost_microusd)
-VALUES (:at_us, :kind, :tenant, :key_id, :function, :revision, :model, :request_id, :epoch, :replica_id, :stage,
-    :wall_us, :device_us, :input_tokens, :cached_tokens, :output_tokens, :price, :cost)"""
+_COLUMNS: Final = (
+    "stage", "kind", "wall_us", "device_us", "input_tokens", "cached_tokens", "output_tokens", "cost_microusd",
+    "model", "request_id", "epoch", "replica_id", "key_id", "price_microusd_per_hour",
+)  # fmt: skip
+_SHARED_COLUMNS: Final = ("at_us", "tenant", "function", "revision")
 _OPEN: Final = """
 INSERT INTO replica_accounts (replica_id, tenant, function, revision, price_microusd_per_hour, reported_us)
 SELECT :replica_id, :tenant, :function, :revision, COALESCE((SELECT price_microusd_per_hour FROM revisions
@@ -200,30 +201,37 @@ def _write(
     connection: Connection, subject: Subject, rows: Sequence[Entry], costs: Sequence[int], price: int, at_us: int
 ) -> None:
     """A request's rows name the replica only where they hold its device; a replica's rows name no request."""
-    values: list[dict[str, Any]] = []
-    for row, cost in zip(rows, costs, strict=True):
+    if not rows:
+        return
+    values: dict[str, Any] = {
+        "at_us": at_us, "tenant": subject.tenant, "function": subject.function, "revision": subject.revision,
+    }  # fmt: skip
+    for place, (row, cost) in enumerate(zip(rows, costs, strict=True)):
         of_request, holds_device = row.kind == "request", row.device_us != 0
-        values.append(
-            {
-                "at_us": at_us,
-                "kind": row.kind,
-                "tenant": subject.tenant,
-                "key_id": subject.key_id if of_request else None,
-                "function": subject.function,
-                "revision": subject.revision,
-                "model": subject.model if of_request else None,
-                "request_id": subject.request_id if of_request else None,
-                "epoch": subject.epoch if of_request and holds_device else None,
-                "replica_id": subject.replica_id if holds_device or not of_request else None,
-                "stage": row.stage,
-                "wall_us": row.wall_us,
-                "device_us": row.device_us,
-                "input_tokens": row.input_tokens,
-                "cached_tokens": row.cached_tokens,
-                "output_tokens": row.output_tokens,
-                "price": price if holds_device else 0,
-                "cost": cost,
-            }
+        cells = (
+            row.stage,
+            row.kind,
+            row.wall_us,
+            row.device_us,
+            row.input_tokens,
+            row.cached_tokens,
+            row.output_tokens,
+            cost,
+            subject.model if of_request else None,
+            subject.request_id if of_request else None,
+            subject.epoch if of_request and holds_device else None,
+            subject.replica_id if holds_device or not of_request else None,
+            subject.key_id if of_request else None,
+            price if holds_device else 0,
         )
-    if values:
-        connection.executemany(_INSERT, values)
+        for column, cell in zip(_COLUMNS, cells, strict=True):
+            values[f"{column}_{place}"] = cell
+    connection.execute(_insert(len(rows)), values)
+
+
+@cache
+def _insert(rows: int) -> str:
+    """One statement for all rows: each statement costs the writer a change of threads."""
+    shared = ", ".join(f":{column}" for column in _SHARED_COLUMNS)
+    tuples = (f"({shared}, {', '.join(f':{column}_{place}' for column in _COLUMNS)})" for place in range(rows))
+    return f"INSERT INTO ledger ({', '.join((*_SHARED_COLUMNS, *_COLUMNS))}) VALUES {', '.join(tuples)}"

@@ -150,6 +150,8 @@ async def _adopt_one(context: AppContext, record: RequestRecord) -> None:
         error = OutcomeError(500, "gateway_lost", "the gateway died and this function keeps no log (durability: off)")
         context.dispatcher.requests[live.request_id] = live
         context.dispatcher.fail(live, RequestState.FAILED, error)
+    elif live.complete:
+        context.dispatcher.end_complete(live)
     elif record.state is RequestState.RUNNING and record.replica_id is not None:
         context.seating.adoption.hold(live, record.replica_id)
     else:

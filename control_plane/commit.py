@@ -76,9 +76,6 @@ class Commits:
             return
         if request.pending:
             self._append(request)
-            if request.committing is not None and isinstance(request.conclusion, Finished) and request.origin.durable:
-                # The outcome goes into the same group as the last tokens: the journal keeps the order.
-                self._concluded(request)
             return
         if request.conclusion is not None and request.phase is Phase.RUNNING:
             self._concluded(request)

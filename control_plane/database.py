@@ -104,9 +104,7 @@ def _unavailable(error: BaseException) -> StorageUnavailable:
 class Database:
     """Open it with `await Database.open(path)`, close it with `await close()`. Belongs to one event loop."""
 
-    def __init__(
-        self, path: Path, settings: DatabaseSettings | None = None, *, connect: Connect | None = None
-    ) -> None:
+    def __init__(self, path: Path, settings: DatabaseSettings | None = None, *, connect: Connect | None = None) -> None:
         self.path = path
         self.settings = settings or DatabaseSettings()
         self.stats = DatabaseStats()
@@ -142,9 +140,7 @@ class Database:
             if isinstance(error, sqlite3.Error | OSError):
                 raise _unavailable(error) from error
             raise
-        database._readers = ThreadPoolExecutor(
-            database.settings.reader_threads, thread_name_prefix="db-read"
-        )
+        database._readers = ThreadPoolExecutor(database.settings.reader_threads, thread_name_prefix="db-read")
         database._thread = threading.Thread(target=database._write_loop, name="db-write", daemon=True)
         database._thread.start()
         return database

@@ -136,11 +136,13 @@ class Decisions:
         """Drop decisions older than `keep_s`, a little at a time."""
         values = {"before": time.time_ns() // 1000 - round(keep_s * 1e6), "limit": limit}
         return await self._database.write(
-            lambda connection: connection.execute(
-                "DELETE FROM decisions WHERE id IN "
-                "(SELECT id FROM decisions WHERE at_us < :before ORDER BY at_us LIMIT :limit)",
-                values,
-            ).rowcount
+            lambda connection: (
+                connection.execute(
+                    "DELETE FROM decisions WHERE id IN "
+                    "(SELECT id FROM decisions WHERE at_us < :before ORDER BY at_us LIMIT :limit)",
+                    values,
+                ).rowcount
+            )
         )
 
 

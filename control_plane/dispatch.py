@@ -62,6 +62,7 @@ class Dispatcher:
         self._commits = Commits(journal, self._concluded, self._fenced)
         self._timeouts = TimeoutWatch(self._lane_of, self._timed_out)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._finishing: set[asyncio.Task[None]] = set()
         self._links: dict[ReplicaLink, Seat] = {}
         self.on_end: Callable[[LiveRequest, RequestState, float], None] = lambda live, state, total_s: None
         self._emptied: list[asyncio.Future[None]] = []
@@ -76,10 +77,11 @@ class Dispatcher:
         lane.note_demand()
         self.on_demand(lane.key, bool(lane.waiting))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     # --- coming in ---
 
@@ -105,6 +107,11 @@ class Dispatcher:
         self._timeouts.arm(request)
         self.pump(lane)
         self.on_demand(lane.key, bool(lane.waiting))
+
+    def end_complete(self, request: LiveRequest) -> None:
+        """Own a request whose log is whole, only to write its outcome."""
+        self.requests[request.request_id] = request
+        self._end(request, RequestState.DONE, None)
 
     def hold(self, request: LiveRequest) -> None:
         """Own a request that may still run somewhere; it waits for news of that."""
@@ -132,7 +139,7 @@ class Dispatcher:
         return asyncio.get_running_loop().create_task(work)
 
     def take_seat(self, request: LiveRequest) -> Seat | None:
-        """A free place for a request that need not wait at all; None: it has to."""
+        """A free place for a request that need not wait at all; None: it has to. `accept_into` must follow at once."""
         lane = self._lane_of(request)
         chosen = None if lane.waiting or self.closing else lane.choose(request)
         if chosen is None:
@@ -143,21 +150,21 @@ class Dispatcher:
         return chosen[0]
 
     async def accept_into(self, request: LiveRequest, seat: Seat, new: NewRequest) -> None:
-        """Accept a request and assign it to its seat with one commit: the journal keeps the order of its writes."""
-        accepting = asyncio.get_running_loop().create_task(self._journal.accept(new))
-        assigning = self._begin_assign(request, seat)
-        try:
-            await accepting
-        except BaseException:
-            assigning.add_done_callback(lambda done: done.cancelled() or done.exception())
-            self._leave_seat(request)
-            request.move(Phase.ENDING)
-            request.move(Phase.ENDED)
-            self._changed(self._lane_of(request))
-            raise
+        """Accept a request and begin its first attempt with one commit, while its replica begins to work already:
+        what that says goes to the journal behind the acceptance, and nobody reads it before."""
+        request.epoch = 1
         self.requests[request.request_id] = request
+        self._run(request, seat)
+        seat.link.submit(request.work())
+        accepted = self._journal.accept(new, (seat.replica_id, seat.slot_id))
         self._changed(self._lane_of(request))
-        self._spawn(self._assign(request, seat, assigning))
+        try:
+            await accepted
+        except BaseException:
+            seat.link.settled(request.request_id, 1)
+            if request.live:
+                self._let_go(request)
+            raise
 
     async def _assign(self, request: LiveRequest, seat: Seat, assigning: asyncio.Task[int]) -> None:
         try:
@@ -277,7 +284,10 @@ class Dispatcher:
                 self._end(request, RequestState.FAILED, conclusion.error)
 
     def _retry(self, request: LiveRequest, reason: str) -> None:
-        """The attempt is lost; the request goes on with another replica."""
+        """The attempt is lost; the request goes on with another replica, if there is anything left to do."""
+        if request.complete:
+            self._end(request, RequestState.DONE, None)
+            return
         request.fruitless += 1
         if request.fruitless >= FRUITLESS_MAX:
             error = OutcomeError(
@@ -286,7 +296,6 @@ class Dispatcher:
             )  # fmt: skip
             self._end(request, RequestState.FAILED, error)
             return
-        logger.info("event=requeue request=%s epoch=%d reason=%s", request.request_id, request.epoch, reason)
         self._notes.requeued(request, reason)
         self._requeue(request)
 
@@ -352,7 +361,18 @@ class Dispatcher:
         lane = self._lane_of(request)
         self.pump(lane)
         self._changed(lane)
-        self._spawn(self._finish(request, state, error, seat, epoch))
+        if state is RequestState.DONE:
+            # Every token and the end of every choice is in the journal; whoever finds them there ends it so.
+            request.log.finish(request.end_with(state))
+        task = self._spawn(self._finish(request, state, error, seat, epoch))
+        self._finishing.add(task)
+        task.add_done_callback(self._finishing.discard)
+
+    async def outcomes_written(self, timeout_s: float = 1.0) -> None:
+        """Returns when the outcomes of all requests that readers have seen the end of are in the ledger, or are
+        still refused by the storage after `timeout_s`."""
+        if self._finishing:
+            await asyncio.wait(set(self._finishing), timeout=timeout_s)
 
     async def _finish(
         self, request: LiveRequest, state: RequestState, error: OutcomeError | None, seat: Seat | None, epoch: int
@@ -383,6 +403,11 @@ class Dispatcher:
     def _fenced(self, request: LiveRequest) -> None:
         """Another gateway owns the request: stop working on it and send readers there."""
         logger.warning("event=fenced request=%s epoch=%d", request.request_id, request.epoch)
+        self._let_go(request)
+        request.log.finish(request.end_with(RequestState.FAILED, _TAKEN_OVER))
+
+    def _let_go(self, request: LiveRequest) -> None:
+        """Stop working on a request that is not ours (any more); the journal is not told."""
         if request.phase is Phase.QUEUED:
             self._lane_of(request).remove(request)
         self._leave_seat(request)
@@ -392,7 +417,6 @@ class Dispatcher:
             request.move(Phase.ENDED)
         self._forget(request)
         self._changed(self._lane_of(request))
-        request.log.finish(request.end_with(RequestState.FAILED, _TAKEN_OVER))
 
     def _timed_out(self, request: LiveRequest, error: OutcomeError, state: RequestState) -> None:
         logger.info("event=timeout request=%s code=%s", request.request_id, error.code)

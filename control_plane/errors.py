@@ -42,9 +42,7 @@ class StokerError(Exception):
 
     def body(self) -> dict[str, Any]:
         """OpenAI's error object; all four keys are required by its schema."""
-        return {
-            "error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        }
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
         headers: dict[str, str] = {}

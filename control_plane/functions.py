@@ -240,9 +240,7 @@ class FunctionStore:
         known = {each.revision: each for each in await self.revisions(name, tenant)}
         if to is None:
             earlier = [
-                number
-                for number, each in known.items()
-                if number < current.revision and each.spec != current.spec
+                number for number, each in known.items() if number < current.revision and each.spec != current.spec
             ]
             if not earlier:
                 raise Conflict(
@@ -259,8 +257,7 @@ class FunctionStore:
 
         def run(connection: Connection) -> int:
             return connection.execute(
-                "UPDATE functions SET deleted_us = :now WHERE tenant = :tenant AND name = :name "
-                "AND deleted_us IS NULL",
+                "UPDATE functions SET deleted_us = :now WHERE tenant = :tenant AND name = :name AND deleted_us IS NULL",
                 {"tenant": tenant, "name": name, "now": _now_us()},
             ).rowcount
 

@@ -38,7 +38,7 @@ from control_plane.records import (
     unpack_tokens,
 )
 from control_plane.settings import GatewaySettings, RetentionSettings
-from control_plane.standing import device_entries, end_attempt, entries_of, standing
+from control_plane.standing import device_entries, end_attempt, entries_of, standing, standing_of
 from function_runtime.protocol import Accepted as Taken
 from function_runtime.protocol import DeviceTime, KvChunk
 
@@ -163,8 +163,11 @@ class Journal(History):
 
     # --- accept, assign, requeue --------------------------------------------------------------------------------
 
-    async def accept(self, new: NewRequest) -> Accepted:
-        """From here on the request is not lost. A known idempotency key attaches to the earlier request."""
+    def accept(self, new: NewRequest, place: tuple[str, str] | None = None) -> Awaitable[Accepted]:
+        """From here on the request is not lost. A known idempotency key attaches to the earlier request. `place`
+        (replica, slot): with the same write its first attempt begins there, under epoch 1. The write is handed over
+        before this returns: what the caller writes about the request from then on comes behind it."""
+        replica_id, slot_id = place or (None, None)
         values = {
             "id": new.id,
             "tenant": new.tenant,
@@ -180,20 +183,31 @@ class Journal(History):
             "body_hash": new.body_hash,
             "input_tokens": len(new.prompt) // 4,
             "created_us": new.created_us,
-            "owner": self.gateway_id,
+            "state": "queued" if place is None else "running",
+            "me": self.gateway_id,
+            "first_epoch": 0 if place is None else 1,
+            "replica_id": replica_id,
+            "slot_id": slot_id,
+            "now": None if place is None else now_us(),
         }
 
         def run(connection: Connection) -> RequestRecord | None:
             if connection.execute(sql.ACCEPT, values).rowcount == 1:
-                connection.execute(
-                    sql.ACCEPT_INPUT, {"id": new.id, "params": new.params, "prompt": new.prompt}
-                )
+                connection.execute(sql.ACCEPT_INPUT, {"id": new.id, "params": new.params, "prompt": new.prompt})
+                if place is not None:
+                    connection.execute(sql.OPEN_ATTEMPT, {**values, "epoch": 0, "last_seq": 0})
                 return None
             return _attached(connection, new)
 
-        self._live[new.id] = _Live(new.durability, 0, 0)
+        self._live[new.id] = _Live(new.durability, 0 if place is None else 1, 0)
+        # Only an idempotency key can make it raise for a reason of its own.
+        guarded = new.idempotency_key is not None
+        written = self._database.submit(run, durable=new.durability == "host", guarded=guarded)
+        return self._accepted(new, written)
+
+    async def _accepted(self, new: NewRequest, written: Awaitable[RequestRecord | None]) -> Accepted:
         try:
-            earlier = await self._database.submit(run, durable=new.durability == "host")
+            earlier = await written
         except Exception:
             self._live.pop(new.id, None)
             raise
@@ -235,9 +249,7 @@ class Journal(History):
             live.epoch = begun
         return begun
 
-    async def requeue(
-        self, request_id: str, epoch: int, reason: str, device: DeviceTime | None = None
-    ) -> bool:
+    async def requeue(self, request_id: str, epoch: int, reason: str, device: DeviceTime | None = None) -> bool:
         """The attempt ended without an outcome; what it used of the device is charged. False when fenced."""
 
         def run(connection: Connection) -> bool:
@@ -388,16 +400,7 @@ class Journal(History):
         when fenced. Raises `StorageUnavailable` (try again) while an append that precedes it is not in the log."""
         payload = _encode(outcome)
 
-        def run(connection: Connection) -> bool:
-            seen = standing(connection, request_id)
-            if seen is None or (seen.owner, seen.epoch) != (self.gateway_id, epoch):
-                return False
-            if seen.state.ended:
-                return True
-            if outcome.last_seq is not None and seen.durability != "off" and outcome.last_seq != seen.last_seq:
-                raise StorageUnavailable(
-                    f"{request_id} has {seen.last_seq} of {outcome.last_seq} tokens in its log; the others come first"
-                )
+        def run(connection: Connection) -> bool | None:
             now = now_us()
             values = {
                 "id": request_id,
@@ -407,16 +410,25 @@ class Journal(History):
                 "outcome": payload,
                 "now": now,
                 "expires_us": now + round(self._retention.log_s * 1e6),
+                "last_seq": outcome.last_seq,
             }
-            if connection.execute(sql.FINISH, values).rowcount != 1:
-                return False
+            seen = standing_of(connection.execute(sql.FINISH, values).fetchone())
+            if seen is None:
+                found = standing(connection, request_id)
+                if found is None or (found.owner, found.epoch) != (self.gateway_id, epoch):
+                    return False
+                return True if found.state.ended else None
             used = end_attempt(connection, request_id, seen, outcome.state.value, outcome.device, now)
             charge_request(connection, seen.subject(request_id), entries_of(outcome, used), now)
             return True
 
         live = self._live.get(request_id)
         self._after_appends()
-        written = await self._database.submit(run, durable=live is not None and live.durable)
+        written = await self._database.submit(run, durable=live is not None and live.durable, guarded=False)
+        if written is None:
+            raise StorageUnavailable(
+                f"the log of {request_id} does not have all of its {outcome.last_seq} tokens yet; they come first"
+            )
         self._live.pop(request_id, None)
         return written
 

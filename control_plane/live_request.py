@@ -185,6 +185,12 @@ class LiveRequest:
     def live(self) -> bool:
         return self.phase not in (Phase.ENDING, Phase.ENDED)
 
+    @property
+    def complete(self) -> bool:
+        """Whether the log has the end of every choice: no replica has anything to add."""
+        ended = sum(event.finish is not None for event in self.log.events)
+        return ended == self.origin.sampling.n
+
     def move(self, phase: Phase) -> None:
         if phase not in _TRANSITIONS[self.phase]:
             raise RuntimeError(f"{self.request_id} cannot go from {self.phase.value} to {phase.value}")

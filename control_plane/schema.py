@@ -25,11 +25,7 @@ class Dialect:
     """Suffix of a table that is stored in the order of its primary key."""
 
     def render(self, text: str) -> str:
-        return (
-            text.replace("{blob}", self.blob)
-            .replace("{serial}", self.serial)
-            .replace("{clustered}", self.clustered)
-        )
+        return text.replace("{blob}", self.blob).replace("{serial}", self.serial).replace("{clustered}", self.clustered)
 
 
 SQLITE: Final = Dialect("sqlite", "BLOB", "INTEGER PRIMARY KEY", "WITHOUT ROWID")

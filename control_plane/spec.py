@@ -57,9 +57,7 @@ class Scaling(_Part):
     @model_validator(mode="after")
     def _consistent(self) -> Scaling:
         if self.min_replicas > self.max_replicas:
-            raise ValueError(
-                f"min_replicas ({self.min_replicas}) is above max_replicas ({self.max_replicas})"
-            )
+            raise ValueError(f"min_replicas ({self.min_replicas}) is above max_replicas ({self.max_replicas})")
         if self.target_concurrency > self.max_concurrency:
             raise ValueError(
                 f"target_concurrency ({self.target_concurrency:g}) is above max_concurrency ({self.max_concurrency})"
@@ -320,9 +318,7 @@ def parse_yaml(text: str) -> FunctionSpec:
                 if not isinstance(key, str):
                     raise InvalidRequest(f"line {key_node.start_mark.line + 1}: not YAML of a spec: a key is text")
                 if key in seen:
-                    raise InvalidRequest(
-                        f"line {key_node.start_mark.line + 1}: {key} is given twice", param=key
-                    )
+                    raise InvalidRequest(f"line {key_node.start_mark.line + 1}: {key} is given twice", param=key)
                 seen.add(key)
             return super().construct_mapping(node, deep=deep)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from control_plane import statements as sql
 from control_plane.accounts import Entry, Subject
-from control_plane.database import Connection
+from control_plane.database import Connection, Row
 from control_plane.records import Outcome, RequestState
 from function_runtime.protocol import DeviceTime
 
@@ -39,7 +39,10 @@ class Standing(NamedTuple):
 
 
 def standing(connection: Connection, request_id: str) -> Standing | None:
-    row = connection.execute(sql.STANDING, {"id": request_id}).fetchone()
+    return standing_of(connection.execute(sql.STANDING, {"id": request_id}).fetchone())
+
+
+def standing_of(row: Row | None) -> Standing | None:
     return None if row is None else Standing(row[0], row[1], RequestState(row[2]), *row[3:])
 
 
@@ -67,9 +70,7 @@ def end_attempt(
 
 def device_entries(used: DeviceTime, prefill_wall_us: int = 0, decode_wall_us: int = 0) -> list[Entry]:
     stages = (("prefill", prefill_wall_us, used.prefill_us), ("decode", decode_wall_us, used.decode_us))
-    return [
-        Entry("request", stage, wall_us, device_us) for stage, wall_us, device_us in stages if wall_us or device_us
-    ]
+    return [Entry("request", stage, wall_us, device_us) for stage, wall_us, device_us in stages if wall_us or device_us]
 
 
 def entries_of(outcome: Outcome, used: DeviceTime) -> list[Entry]:

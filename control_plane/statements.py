@@ -21,9 +21,9 @@ ADOPT: Final = "UPDATE requests SET owner = :me WHERE owner = :owner AND state I
 
 ACCEPT: Final = """
 INSERT INTO requests (id, tenant, key_id, function, revision, endpoint, model, durability, on_disconnect, stream,
-    idempotency_key, body_hash, input_tokens, created_us, state, owner)
+    idempotency_key, body_hash, input_tokens, created_us, state, owner, epoch, replica_id, slot_id, assigned_us)
 VALUES (:id, :tenant, :key_id, :function, :revision, :endpoint, :model, :durability, :on_disconnect, :stream,
-    :idempotency_key, :body_hash, :input_tokens, :created_us, 'queued', :owner)
+    :idempotency_key, :body_hash, :input_tokens, :created_us, :state, :me, :first_epoch, :replica_id, :slot_id, :now)
 ON CONFLICT DO NOTHING"""
 
 ACCEPT_INPUT: Final = "INSERT INTO request_inputs (request_id, params, prompt) VALUES (:id, :params, :prompt)"
@@ -120,7 +120,11 @@ FORGET_KV: Final = "DELETE FROM request_kv WHERE request_id = :id AND number = :
 FINISH: Final = """
 UPDATE requests SET state = :state, outcome = :outcome, finished_us = :now, expires_us = :expires_us,
     idempotency_key = CASE WHEN :state = 'refused' THEN NULL ELSE idempotency_key END
-WHERE id = :id AND owner = :me AND epoch = :epoch AND state IN ('queued', 'running')"""
+WHERE id = :id AND owner = :me AND epoch = :epoch AND state IN ('queued', 'running')
+    AND (durability = 'off' OR last_seq = COALESCE(:last_seq, last_seq))
+RETURNING owner, epoch, CASE WHEN replica_id IS NULL THEN 'queued' ELSE 'running' END, last_seq, durability, tenant,
+    key_id, function, revision, model, replica_id, prefill_us, decode_us"""
+"""What it returns is how the request stood before, as `STANDING` would have said: one that runs has a replica."""
 
 CLOSE_ATTEMPT: Final = """
 UPDATE attempts SET ended_us = :now, reason = :reason, last_seq = :last_seq, prefill_us = :prefill_us,

@@ -53,9 +53,7 @@ def values_of(query: MultiMapping[str], name: str) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys(part for value in given for part in value.split(",") if part))
 
 
-def whole_number(
-    query: MultiMapping[str], name: str, default: int | None, low: int, high: int
-) -> int:
+def whole_number(query: MultiMapping[str], name: str, default: int | None, low: int, high: int) -> int:
     text = query.get(name)
     if text is None:
         if default is None:

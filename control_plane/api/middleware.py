@@ -66,10 +66,12 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     except (asyncio.CancelledError, ConnectionError):
         raise
     except Exception:
-        logger.exception("event=unhandled method=%s path=%s request_id=%s", request.method, request.path,
-                         request["request_id"])
-        return error_response(Internal("an internal error; the server's log has it under this request id"),
-                              request["request_id"])
+        logger.exception(
+            "event=unhandled method=%s path=%s request_id=%s", request.method, request.path, request["request_id"]
+        )
+        return error_response(
+            Internal("an internal error; the server's log has it under this request id"), request["request_id"]
+        )
     if not response.prepared:
         response.headers.setdefault("x-request-id", request["request_id"])
     return response

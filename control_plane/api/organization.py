@@ -51,10 +51,12 @@ def routes(context: AppContext) -> list[web.RouteDef]:
 
     async def get_usage(request: web.Request) -> web.Response:
         query = _range(tenant_of(request), request.query, _USAGE_LIMITS, USAGE_FIELDS, _USAGE_FILTERS)
+        await context.dispatcher.outcomes_written()
         return web.json_response(await usage.completions(query))
 
     async def get_costs(request: web.Request) -> web.Response:
         query = _range(tenant_of(request), request.query, _COST_LIMITS, COST_FIELDS, _COST_FILTERS)
+        await context.dispatcher.outcomes_written()
         return web.json_response(await costs.costs(query))
 
     return [
@@ -79,9 +81,7 @@ def _range(
     group_by = values_of(query, "group_by") or ()
     for field in group_by:
         if field not in fields:
-            raise InvalidRequest(
-                f"group_by: {field[:40]!r} is not among {', '.join(fields)}", param="group_by"
-            )
+            raise InvalidRequest(f"group_by: {field[:40]!r} is not among {', '.join(fields)}", param="group_by")
     wanted = [(column, values_of(query, name)) for name, column in filters.items()]
     if query.get("batch") == "true":
         wanted.append(("NULL", ()))

@@ -142,14 +142,12 @@ def deploy(story: Story, service: DemoService, model: str) -> None:
 
 def show_curl(story: Story, service: DemoService) -> None:
     url, key = service.client.endpoint.url, service.place.path / "admin.key"
-    story.say(f"   curl -N {url}{CHAT} -H \"Authorization: Bearer $(cat {key})\" \\")
+    story.say(f'   curl -N {url}{CHAT} -H "Authorization: Bearer $(cat {key})" \\')
     story.say(f"     -d '{{\"model\": \"{NAME}\", \"stream\": true, \"messages\": "
               f"[{{\"role\": \"user\", \"content\": \"{QUESTION}\"}}]}}'")  # fmt: skip
 
 
-def read(
-    story: Story, service: DemoService, prompt: str, *, max_tokens: int, kill_after: int | None = None
-) -> Reading:
+def read(story: Story, service: DemoService, prompt: str, *, max_tokens: int, kill_after: int | None = None) -> Reading:
     body = {
         "model": NAME,
         "messages": [{"role": "user", "content": prompt}],

@@ -146,5 +146,3 @@ def is_gone(pid: int) -> bool:
     except OSError:
         return True
     return state in ("Z", "X")
-
-

@@ -139,7 +139,7 @@ async def _accept_in_room(
         else hashlib.sha256(origin.options.endpoint.value.encode() + b"\0" + body).digest(),
     )
     live = LiveRequest(origin, detached)
-    if key is None and servable.durability == "process":
+    if key is None:
         seat = context.dispatcher.take_seat(live)
         if seat is not None:
             await context.dispatcher.accept_into(live, seat, new)

@@ -114,6 +114,7 @@ async def function_status(request: web.Request) -> web.Response:
 async def why(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     tenant = authenticate(context, request).tenant
+    await context.dispatcher.outcomes_written()
     return web.json_response(await explain(context, request.match_info["id"], tenant))
 
 

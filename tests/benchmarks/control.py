@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,9 @@ async def straight(port: int, token: str, seconds: float) -> list[float]:
         writer.close()
 
 
-def through_relay(port: int, token: str, seconds: float) -> list[float]:
+@contextmanager
+def bare_relay(port: int, token: str) -> Iterator[int]:
+    """The port of a relay to the same replica."""
     script = Path(__file__).with_name("bare_relay.py")
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, str(script), str(port), token, str(TOKENS)]
@@ -115,8 +118,7 @@ def through_relay(port: int, token: str, seconds: float) -> list[float]:
         try:
             if relay.stdout is None or not (line := relay.stdout.readline()):
                 raise RuntimeError("the bare relay did not start")
-            asyncio.run(over_http(int(line), "none", 2.0))
-            return asyncio.run(over_http(int(line), "none", seconds))
+            yield int(line)
         finally:
             relay.kill()
 
@@ -136,7 +138,7 @@ def start_times(folder: Path, tries: int) -> list[float]:
 
 
 def main(quick: bool) -> bool:
-    seconds = 5.0 if quick else 20.0
+    rounds, seconds = (3, 2.5) if quick else (8, 5.0)
     with tempfile.TemporaryDirectory(prefix="stoker-bench-") as name:
         folder = Path(name)
         ready_s = report.median(start_times(folder, 3 if quick else 5))
@@ -151,16 +153,24 @@ def main(quick: bool) -> bool:
             )
             service.call("POST", "/v1/completions", {"model": "stub", "prompt": "wake", "max_tokens": 1})
             plane = psutil.Process(service.process.pid if service.process else 0)
-            asyncio.run(over_http(service.port, service.key, 2.0))
-            before, begin = plane.cpu_times(), time.perf_counter()
-            via = asyncio.run(over_http(service.port, service.key, seconds))
-            after, wall_s = plane.cpu_times(), time.perf_counter() - begin
-            rss_mib = plane.memory_info().rss / 2**20
             replica = service.replicas()[0]
             token = stub_token(service, replica["replica_id"])
-            direct = asyncio.run(straight(replica["port"], token, seconds))
-            relayed = through_relay(replica["port"], token, seconds)
-    cpu_s = (after.user - before.user) + (after.system - before.system)
+            via: list[float] = []
+            direct: list[float] = []
+            relayed: list[float] = []
+            cpu_s = wall_s = 0.0
+            with bare_relay(replica["port"], token) as relay_port:
+                asyncio.run(over_http(service.port, service.key, 2.0))
+                asyncio.run(over_http(relay_port, "none", 2.0))
+                # In turns, so that a machine whose speed drifts slows all three alike.
+                for _ in range(rounds):
+                    before, begin = plane.cpu_times(), time.perf_counter()
+                    via += asyncio.run(over_http(service.port, service.key, seconds))
+                    after, wall_s = plane.cpu_times(), wall_s + time.perf_counter() - begin
+                    cpu_s += (after.user - before.user) + (after.system - before.system)
+                    relayed += asyncio.run(over_http(relay_port, "none", seconds))
+                    direct += asyncio.run(straight(replica["port"], token, seconds))
+            rss_mib = plane.memory_info().rss / 2**20
     results: dict[str, Any] = {
         "ready_s": ready_s,
         "resident_mib": rss_mib,

@@ -103,9 +103,7 @@ def test_constraints_pin_every_dependency_of_every_extra() -> None:
     wanted = list(project["dependencies"])
     for extra in project["optional-dependencies"].values():
         wanted += extra
-    missing = {
-        name for text in wanted if (name := canonicalize_name(Requirement(text).name)) not in pinned
-    }
+    missing = {name for text in wanted if (name := canonicalize_name(Requirement(text).name)) not in pinned}
     assert missing == set()
     for text in wanted:
         requirement = Requirement(text)

@@ -14,8 +14,11 @@ from control_plane.api import routes
 from control_plane.api.middleware import error_middleware
 from control_plane.context import AppContext
 from control_plane.database import Database
+from control_plane.decisions import Decisions
+from control_plane.dispatch import Dispatcher
 from control_plane.functions import FunctionStore
-from control_plane.settings import ModelSettings
+from control_plane.journal import Journal
+from control_plane.settings import ModelSettings, QueueSettings
 from control_plane.tenants import Keys, Role
 
 
@@ -50,7 +53,8 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
     database = await Database.open(tmp_path / "stoker.db")
     keys = Keys(database)
     functions = FunctionStore(database, ModelSettings(allowed=("pypi://*", "hf://*")))
-    context = cast(AppContext, SimpleNamespace(db=database, keys=keys, functions=functions))
+    dispatcher = Dispatcher(Journal(database, "gw-1"), Decisions(database), QueueSettings())
+    context = cast(AppContext, SimpleNamespace(db=database, keys=keys, functions=functions, dispatcher=dispatcher))
     app = web.Application(middlewares=[error_middleware])
     app.add_routes(routes(context))
 

@@ -66,6 +66,8 @@ class Behaviour:
     """Answer every submission with this (ids filled in)."""
     never_ready: bool = False
     finish: FinishReason = FinishReason.LENGTH
+    withhold_end: bool = False
+    """Sends every token and never says that it has finished."""
 
 
 @dataclass
@@ -166,7 +168,8 @@ class FakeReplica:
             first = False
             seq += len(events)
             self._tell(work, message)
-        self._tell(work, Finished(work.request_id, work.epoch, seq - 1, False, DeviceTime(100, seq * 10)))
+        if not behaviour.withhold_end:
+            self._tell(work, Finished(work.request_id, work.epoch, seq - 1, False, DeviceTime(100, seq * 10)))
 
     def _tell(self, work: Work, message: Any) -> None:
         self._held[work.request_id].append(message)

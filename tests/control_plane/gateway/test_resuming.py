@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
+from control_plane.records import RequestState
 from function_runtime.protocol import DeviceTime, Failed, Settled, Submit
 from tests.control_plane.gateway.conftest import Plane, Stream, body, text_of, until
 from tests.control_plane.gateway.fakes import token_text
@@ -40,6 +43,31 @@ async def test_a_lost_replica_is_carried_on_at_the_next_token(plane: Plane) -> N
     assert [event.text for event in work.produced] == [token_text(7, 0, p) for p in range(len(work.produced))]
     assert work.prefill_ends == (0, len(work.prompt))
     assert len(plane.slot.started) == 2
+
+
+@pytest.mark.parametrize("gateway_dies", [False, True])
+async def test_a_whole_log_needs_no_further_attempt(plane: Plane, gateway_dies: bool) -> None:
+    """Every token came, and then the replica (and the gateway) died before it could say that this was all."""
+    plane.slot.behaviour.withhold_end = True
+    await plane.deploy()
+    response = await plane.post(body(stream=True, n=2))
+    request_id = response.headers["x-request-id"]
+    await until(lambda: plane.context.dispatcher.requests[request_id].complete)
+    replica = plane.slot.living[0]
+    if gateway_dies:
+        await plane.die()
+        await replica.die()
+        await plane.start()
+    else:
+        await plane.slot.kill(replica)
+    async with plane.get(f"/v1/completions/{request_id}/stream") as again:
+        events = await Stream(again).all()
+    assert text_of(events, 1) == answer_of(5, 1)
+    assert events[-1][1] == "[DONE]"
+    assert len(plane.slot.started) == 1
+    await until(lambda: not plane.context.dispatcher.requests)
+    record = await plane.context.journal.get(request_id)
+    assert record is not None and record.state is RequestState.DONE
 
 
 async def test_two_choices_are_carried_on_in_one_sequence(plane: Plane) -> None:

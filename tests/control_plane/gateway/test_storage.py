@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from control_plane.database import Database
+from function_runtime.protocol import Settled
 from tests.control_plane.gateway.conftest import Plane, Stream, body, text_of, until
 from tests.control_plane.gateway.fakes import token_text
 
@@ -48,6 +49,52 @@ async def test_new_requests_get_503_with_the_reason_and_service_returns_by_itsel
         assert response.status == 200
     async with plane.get("/health/ready") as response:
         assert response.status == 200
+
+
+async def test_what_could_not_be_accepted_is_taken_back_from_the_replica_that_began_with_it(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await plane.deploy()
+    async with plane.post(body()) as response:
+        assert response.status == 200
+    replica = plane.slot.living[0]
+    await until(lambda: not plane.context.dispatcher.requests)
+    plane.slot.behaviour.token_s = 0.01
+    disk = FullDisk(plane.context.db, monkeypatch)
+    disk.full = True
+    async with plane.post(body(stream=True, max_tokens=200)) as response:
+        assert response.status == 503
+    begun = replica.works[-1].request_id
+    await until(lambda: any(isinstance(word, Settled) and word.request_id == begun for word in replica.words))
+    lane = next(iter(plane.context.dispatcher.lanes))
+    assert (lane.in_flight, lane.entering, plane.context.dispatcher.requests) == (0, 0, {})
+    disk.full = False
+    async with plane.post(body()) as response:
+        assert response.status == 200
+    async with plane.get(f"/v1/completions/{begun}") as response:
+        assert response.status == 404
+
+
+async def test_an_end_that_every_reader_may_see_waits_for_no_outcome(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens and the end of every choice are committed: a disk that fills up then delays only the accounts."""
+    await plane.deploy()
+    disk = FullDisk(plane.context.db, monkeypatch)
+    finish = plane.context.journal.finish
+
+    def filling(request_id: str, epoch: int, outcome: Any) -> Any:
+        disk.full = True
+        return finish(request_id, epoch, outcome)
+
+    monkeypatch.setattr(plane.context.journal, "finish", filling)
+    async with plane.post(body()) as response:
+        assert (response.status, (await response.json())["usage"]["completion_tokens"]) == (200, 5)
+    assert disk.full
+    monkeypatch.undo()
+    async with plane.get("/v1/organization/usage/completions?start_time=1&bucket_width=1d&limit=1") as response:
+        assert response.status == 200
+    await until(lambda: not plane.context.dispatcher.requests)
 
 
 async def test_tokens_of_accepted_requests_wait_for_the_disk_and_none_is_lost(

@@ -65,9 +65,7 @@ def replica_status(
     tenant: str = "default",
 ) -> ReplicaStatus:
     spec = ReplicaSpec(replica_id, function, revision, tenant, "/manifest", "identity", EngineOptions())
-    return ReplicaStatus(
-        replica_id, function, revision, ReplicaState.ENDED, spec, time=time or ReplicaTime()
-    )
+    return ReplicaStatus(replica_id, function, revision, ReplicaState.ENDED, spec, time=time or ReplicaTime())
 
 
 async def set_price(database: Database, microusd_per_hour: int, function: str = "smol", revision: int = 1) -> None:

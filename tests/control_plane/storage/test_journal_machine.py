@@ -237,9 +237,7 @@ class JournalMachine(RuleBasedStateMachine):
             assert charged.get(request.id, 0) == request.charged_us
 
 
-async def _await(
-    journal: Journal, request_id: str, epoch: int, first: int, count: int, device: DeviceTime
-) -> bool:
+async def _await(journal: Journal, request_id: str, epoch: int, first: int, count: int, device: DeviceTime) -> bool:
     payload, _ = events(first, count)
     return await journal.append(request_id, epoch, first, payload, count, device, 0)
 

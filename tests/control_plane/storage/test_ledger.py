@@ -27,9 +27,7 @@ async def sums(database: Database, replica_id: str = "rep-1") -> tuple[int, int]
 
 async def stages(database: Database, replica_id: str = "rep-1") -> dict[tuple[str, str], int]:
     rows = await database.read(
-        query(
-            "SELECT kind, stage, SUM(device_us) FROM ledger WHERE replica_id = ? GROUP BY kind, stage", replica_id
-        )
+        query("SELECT kind, stage, SUM(device_us) FROM ledger WHERE replica_id = ? GROUP BY kind, stage", replica_id)
     )
     return {(kind, stage): device_us for kind, stage, device_us in rows}
 
@@ -142,9 +140,7 @@ async def test_a_thousand_tiny_requests_are_not_all_rounded_away(journal: Journa
     st.integers(0, 10**10),
     st.sampled_from([0, 1]),
 )
-def test_money_is_apportioned_exactly_and_nobody_is_a_micro_dollar_off(
-    times: list[int], price: int, up: int
-) -> None:
+def test_money_is_apportioned_exactly_and_nobody_is_a_micro_dollar_off(times: list[int], price: int, up: int) -> None:
     exact = Fraction(sum(times) * price, PRICE_UNIT_US)
     total = exact.numerator // exact.denominator + (up if exact.denominator != 1 else 0)
     costs = apportion(total, times, price)
@@ -161,9 +157,7 @@ def test_costs_are_rounded_half_up(device_us: int, price: int) -> None:
 
 part = st.integers(0, 50_000_000)
 lives = st.lists(
-    st.tuples(
-        st.sampled_from(["serve", "lose", "report", "kill", "late"]), st.integers(0, 1), part, part
-    ),
+    st.tuples(st.sampled_from(["serve", "lose", "report", "kill", "late"]), st.integers(0, 1), part, part),
     min_size=1,
     max_size=14,
 )

@@ -192,7 +192,8 @@ async def test_every_statement_is_understood(sessions: tuple[Any, Any], tmp_path
 REQUEST = {
     "id": "chatcmpl-1", "tenant": "default", "key_id": "k", "function": "smol", "revision": 1, "endpoint": "chat",
     "model": "smol", "durability": "process", "on_disconnect": "cancel", "stream": 1, "idempotency_key": "key",
-    "body_hash": b"h", "input_tokens": 3, "created_us": 1, "owner": "gw-old",
+    "body_hash": b"h", "input_tokens": 3, "created_us": 1, "state": "queued", "me": "gw-old",
+    "first_epoch": 0,
 }  # fmt: skip
 
 
@@ -244,7 +245,7 @@ async def test_two_gateways_that_accept_under_one_key_make_one_request(sessions:
     first, second = sessions
     await first.execute("BEGIN")
     assert await count(first, statements.ACCEPT, REQUEST) == 1
-    other = {**REQUEST, "id": "chatcmpl-2", "owner": "gw-new"}
+    other = {**REQUEST, "id": "chatcmpl-2", "me": "gw-new"}
     accepting = asyncio.ensure_future(count(second, statements.ACCEPT, other))
     done_early, _ = await asyncio.wait({accepting}, timeout=0.2)
     assert not done_early

@@ -116,9 +116,7 @@ def test_without_the_token_nothing_is_answered(agent: AgentProcess, path: str) -
         ("GET", "/v1/nothing", None, 404),
     ],
 )
-def test_bad_calls_are_refused(
-    agent: AgentProcess, method: str, path: str, body: object, status: int
-) -> None:
+def test_bad_calls_are_refused(agent: AgentProcess, method: str, path: str, body: object, status: int) -> None:
     with pytest.raises(AgentError) as refused:
         agent.call(method, path, body)
     assert refused.value.status == status

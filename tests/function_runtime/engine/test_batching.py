@@ -55,9 +55,7 @@ def test_no_more_requests_run_than_the_options_say(llama2: Checkpoint) -> None:
 @pytest.mark.parametrize("sampling", [{}, {"n": 2, "temperature": 1.0}], ids=["greedy", "two-choices"])
 def test_preemption_keeps_every_output(llama2: Checkpoint, sampling: dict[str, Any]) -> None:
     """Blocks for little more than one request: the younger ones are preempted again and again, and nothing shows."""
-    works = [
-        make_work(llama2.prompt(20, i), f"r{i}", max_tokens=40, ignore_eos=True, **sampling) for i in range(3)
-    ]
+    works = [make_work(llama2.prompt(20, i), f"r{i}", max_tokens=40, ignore_eos=True, **sampling) for i in range(3)]
     undisturbed = run_many(llama2.engine(), works)
     engine = llama2.engine(**blocks(9))
     squeezed = run_many(engine, works)

@@ -165,9 +165,7 @@ def test_a_drain_past_its_grace_stores_what_was_computed(
     end(native_agent, second)
 
 
-def test_kv_of_a_settled_request_is_deleted(
-    native_agent: AgentProcess, tiny_model: TinyModel, tmp_path: Path
-) -> None:
+def test_kv_of_a_settled_request_is_deleted(native_agent: AgentProcess, tiny_model: TinyModel, tmp_path: Path) -> None:
     first = native_agent.ready(tiny_model.spec(tmp_path))
     link = native_agent.connect(first)
     request = interrupted(link, SAMPLINGS["greedy"], 30)
