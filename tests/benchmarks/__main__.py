@@ -13,6 +13,9 @@ NAMES = ("output", "cold", "throughput", "control", "kills")
 
 def main() -> int:
     os.environ.setdefault("TQDM_DISABLE", "1")  # the reference prints bars of its own
+    if flags := [argument for argument in sys.argv[1:] if argument.startswith("-") and argument != "--quick"]:
+        print(f"{__doc__}\nNames: {', '.join(NAMES)}; {' '.join(flags)} is not known", file=sys.stderr)
+        return 2
     quick = "--quick" in sys.argv
     names = [argument for argument in sys.argv[1:] if not argument.startswith("-")] or list(NAMES)
     unknown = set(names) - set(NAMES)

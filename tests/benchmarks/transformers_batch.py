@@ -34,6 +34,7 @@ def main() -> None:
         out = pathlib.Path(rest[0])
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
+        model.hf_quantizer = None  # it only unpacked the file: what is in memory is plain float32
         model.config.architectures, model.config.dtype = ["LlamaForCausalLM"], torch.float32
         model.save_pretrained(out)
         tokenizer.save_pretrained(out)
