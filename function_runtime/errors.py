@@ -1,11 +1,11 @@
 """Errors of the slot.
 
-    SlotError                what went wrong, its code and whether a retry elsewhere may help
-      SpecError              the replica's spec cannot be carried out here (never retried)
-      LoadError              a worker could not become ready
-      EngineFault            an engine refused a request, or could not carry it on
-      WorkerLost             a worker or the template is gone or does not answer
-      KvError                a stored chunk that cannot be used; the reader turns it into a miss
+SlotError                what went wrong, its code and whether a retry elsewhere may help
+  SpecError              the replica's spec cannot be carried out here (never retried)
+  LoadError              a worker could not become ready
+  EngineFault            an engine refused a request, or could not carry it on
+  WorkerLost             a worker or the template is gone or does not answer
+  KvError                a stored chunk that cannot be used; the reader turns it into a miss
 """
 
 from __future__ import annotations

@@ -43,9 +43,7 @@ def dtype_for(spec: ReplicaSpec) -> str:
 
 
 class Pool:
-    def __init__(
-        self, directory: Path, budget_bytes: int, children: Children, on_change: Callable[[], None]
-    ) -> None:
+    def __init__(self, directory: Path, budget_bytes: int, children: Children, on_change: Callable[[], None]) -> None:
         self._children = children
         self._on_change = on_change
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -306,9 +306,7 @@ class Engine:
         return request.request_id, request.work.epoch, error
 
     def _drop(self, request: Request, ended: list[RequestEnd], *, cancelled: bool) -> None:
-        ended.append(
-            RequestEnd(request.request_id, request.work.epoch, request.seq, cancelled, request.cached_tokens)
-        )
+        ended.append(RequestEnd(request.request_id, request.work.epoch, request.seq, cancelled, request.cached_tokens))
         self._forget(request)
 
     def _forget(self, request: Request) -> None:

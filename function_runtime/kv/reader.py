@@ -43,9 +43,7 @@ class Restoration:
         return "; ".join(self.misses)
 
 
-def read_kv(
-    work: Work, identity: KvIdentity, store: ObjectStore, executor: Executor, within_s: float
-) -> Restoration:
+def read_kv(work: Work, identity: KvIdentity, store: ObjectStore, executor: Executor, within_s: float) -> Restoration:
     deadline_s = time.monotonic() + within_s
     outcome = Restoration(None)
     usable = _candidates(work, identity, outcome)

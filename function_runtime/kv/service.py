@@ -52,9 +52,7 @@ class _Written:
 
 
 class DurableKv:
-    def __init__(
-        self, store_uri: str, identity: KvIdentity, inbox: Inbox, serving: Callable[[], Serving]
-    ) -> None:
+    def __init__(self, store_uri: str, identity: KvIdentity, inbox: Inbox, serving: Callable[[], Serving]) -> None:
         self._uri = store_uri
         self._identity = identity
         self._inbox = inbox

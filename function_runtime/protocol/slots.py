@@ -1,0 +1,168 @@
+"""Control plane <-> agent: JSON over HTTP with a bearer token. What a replica is to be, what became of it, and a slot's
+state.
+
+Limits: values only; unknown fields are ignored, so that versions one apart can talk.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from function_runtime.protocol.request import ReplicaTime, Value
+
+
+class ReplicaState(enum.StrEnum):
+    """`STARTING -> LOADING -> READY -> DRAINING -> ENDED`; any of the first four may go to `FAILED` or `ENDED`."""
+
+    STARTING = "starting"
+    """Waiting for a worker."""
+    LOADING = "loading"
+    """A worker has it: checkpoint prepared or mapped, engine built."""
+    READY = "ready"
+    DRAINING = "draining"
+    ENDED = "ended"
+    """The process is gone and has been reaped."""
+    FAILED = "failed"
+    """It never became ready, or died; `error` says why. The process is gone."""
+
+
+class EngineOptions(Value, frozen=True):
+    engine: str = "native"
+    device: str = "cpu"
+    """cpu | cuda | cuda:N"""
+    dtype: str = "auto"
+    """auto | float32 | bfloat16 | float16; auto is float32 on CPUs and the checkpoint's own on GPUs."""
+    max_requests: int = 32
+    max_context_tokens: int = 0
+    """0: the checkpoint's own limit."""
+    kv_bytes: int = 0
+    """Memory for KV blocks; 0: chosen from max_requests and free memory."""
+    step_tokens: int = 512
+    """Token budget of one engine step (chunked prefill)."""
+    threads: int = 0
+    """0: all cores."""
+    prefix_cache: bool = True
+    kv_chunk_tokens: int = 32
+    """Tokens of a durable KV chunk; a multiple of the block size (16)."""
+
+
+class ReplicaSpec(Value, frozen=True):
+    """What an agent needs to make a replica. `manifest_path` names a manifest that `model_loader` wrote."""
+
+    replica_id: str
+    function: str
+    revision: int
+    tenant: str
+    manifest_path: str
+    identity: str
+    options: EngineOptions
+    env: dict[str, str] = msgspec.field(default_factory=dict)
+    kv_store: str = ""
+    """URI of the object store for durable KV; empty: none."""
+    start_timeout_s: float = 600.0
+
+
+class Stage(Value, frozen=True):
+    """One stage of a start or an end. Times are wall-clock microseconds for people; durations come from one
+    monotonic clock."""
+
+    name: str
+    """start: worker | prepare | map | build | listen; end: drain | flush | exit | memory"""
+    start_us: int
+    duration_us: int
+    nbytes: int = 0
+    tier: str = ""
+    """Where the bytes came from: pool | disk | peer | store | none"""
+    detail: str = ""
+
+
+class ReplicaError(Value, frozen=True):
+    code: str
+    message: str
+    retry: bool
+    """False: the same spec would fail again (bad checkpoint); do not start another."""
+
+
+class ReplicaMemory(Value, frozen=True):
+    """Bytes, from /proc/PID/smaps_rollup: resident, proportional, and shared file pages (the pool's)."""
+
+    rss_bytes: int = 0
+    pss_bytes: int = 0
+    shared_bytes: int = 0
+
+
+class ReplicaStatus(Value, frozen=True):
+    replica_id: str
+    function: str
+    revision: int
+    state: ReplicaState
+    spec: ReplicaSpec
+    pid: int = 0
+    host: str = "127.0.0.1"
+    port: int = 0
+    token: str = ""
+    """What `Hello` must carry."""
+    warm_worker: bool = False
+    """A forked worker was waiting when the replica was asked for."""
+    created_us: int = 0
+    ready_us: int = 0
+    ended_us: int = 0
+    stages: tuple[Stage, ...] = ()
+    time: ReplicaTime = ReplicaTime()
+    """The last report of the replica; after its end `held_us` is the agent's own measurement."""
+    memory: ReplicaMemory = ReplicaMemory()
+    error: ReplicaError | None = None
+    exit: str = ""
+    """`exit 0`, `signal 9`, ...; empty while it lives."""
+    end_reason: str = ""
+    memory_returned: bool | None = None
+    """After the end: the process is gone and the slot's own baseline was reached again."""
+
+
+class PoolEntry(Value, frozen=True):
+    key: str
+    identity: str
+    state: str
+    nbytes: int
+    holders: tuple[str, ...] = ()
+    last_used_us: int = 0
+    error: str = ""
+
+
+class SlotState(Value, frozen=True):
+    slot_id: str
+    agent_pid: int
+    incarnation: str
+    """Changes with every start of an agent."""
+    template_ready: bool
+    warm_workers: int
+    warm_target: int
+    pool_budget_bytes: int
+    pool_used_bytes: int
+    pool: tuple[PoolEntry, ...] = ()
+    replicas: tuple[ReplicaStatus, ...] = ()
+    memory_baseline_bytes: int = 0
+    memory_used_bytes: int = 0
+    template_import_us: int = 0
+
+
+class SlotEvent(Value, frozen=True):
+    """A line of the agent's event stream (NDJSON): the whole state first, then replicas as they change, and an empty
+    event at least once a second. While a control plane reads the stream, the agent's lease is held."""
+
+    state: SlotState | None = None
+    replica: ReplicaStatus | None = None
+    log: str = ""
+
+
+class AgentInfo(Value, frozen=True):
+    """How to reach an agent; on one machine the file `agent.json` (mode 0600) of the slot's directory."""
+
+    slot_id: str
+    pid: int
+    host: str
+    port: int
+    token: str
+    incarnation: str
