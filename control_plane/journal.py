@@ -202,6 +202,8 @@ class Journal(History):
         self._live[new.id] = _Live(new.durability, 0 if place is None else 1, 0)
         # Only an idempotency key can make it raise for a reason of its own.
         guarded = new.idempotency_key is not None
+        if place is not None:
+            self._close_batches()
         written = self._database.submit(run, durable=new.durability == "host", guarded=guarded)
         return self._accepted(new, written)
 
@@ -363,6 +365,13 @@ class Journal(History):
         """What is submitted next comes after every append before it: an end must not overtake its last tokens."""
         for batch in list(self._batches.values()):
             self._hand_over(batch)
+
+    def _close_batches(self) -> None:
+        """Appends that come from now on are written behind what is submitted next: a batch that waits in the writer's
+        queue would still take them, and come before it."""
+        self._after_appends()
+        with self._lock:
+            self._batches.clear()
 
     # --- durable KV -------------------------------------------------------------------------------------------
 

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from control_plane.database import Database
+from control_plane.database import Connection, Database
 from control_plane.errors import Fenced, NotFound, StorageUnavailable, Unprocessable
 from control_plane.journal import Journal, Outcome, OutcomeError, RequestState, StageTimes, pack_tokens, unpack_tokens
 from control_plane.ledger import Ledger
@@ -51,6 +52,32 @@ async def test_an_accepted_request_is_read_back_whole(journal: Journal) -> None:
     assert await journal.get(new.id, "default") == accepted.record
     assert await journal.get(new.id, "other") is None
     assert (accepted.record.state, accepted.record.input_tokens) == (RequestState.QUEUED, 2)
+
+
+async def test_tokens_of_a_request_that_began_with_its_acceptance_are_written_behind_it(journal: Journal) -> None:
+    """Also when appends of another request wait in the writer's queue already, ready to take more."""
+    other = await running(journal)
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold(connection: Connection) -> None:
+        entered.set()
+        leave.wait(10.0)
+
+    held = asyncio.ensure_future(journal._database.write(hold))
+    await asyncio.to_thread(entered.wait, 10.0)
+    waiting = asyncio.ensure_future(write(journal, other, 1, 2))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    new = new_request()
+    accepted = asyncio.ensure_future(journal.accept(new, ("rep-1", "slot-0")))
+    begun = asyncio.ensure_future(write(journal, new.id, 1, 3))
+    await asyncio.sleep(0)
+    leave.set()
+    await held
+    assert (await waiting, (await accepted).attached, await begun) == (True, False, True)
+    record = await journal.get(new.id)
+    assert record is not None and (record.state, record.epoch, record.last_seq) == (RequestState.RUNNING, 1, 3)
+    assert [attempt.epoch for attempt in await journal.attempts(new.id)] == [1]
 
 
 async def test_the_same_idempotency_key_attaches_also_after_the_end(journal: Journal) -> None:
