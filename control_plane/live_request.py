@@ -196,6 +196,18 @@ class LiveRequest:
             raise RuntimeError(f"{self.request_id} cannot go from {self.phase.value} to {phase.value}")
         self.phase = phase
 
+    def leave_seat(self) -> None:
+        if self.seat is not None:
+            self.seat.leave(self)
+
+    def close_stage(self) -> None:
+        """The attempt's wall time, so far not counted, goes to the stage it was in."""
+        if self.last_token_ns and self.attempt_first:
+            self.stages.decode_us += (self.last_token_ns - self.attempt_first) // 1000
+        elif self.submit_ns and not self.last_token_ns:
+            self.stages.prefill_us += (time.monotonic_ns() - self.submit_ns) // 1000
+        self.submit_ns = self.last_token_ns = self.attempt_first = 0
+
     def stop_timer(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
