@@ -1,0 +1,152 @@
+"""An attempt at a request: one replica's turn under one epoch, from its begin to what it came to.
+
+What a replica says of it goes to the journal through `Commits`; what it comes to is acted upon when all it sent is
+committed: the request ends, or waits for another replica (`again`). Limits: which replica is not decided here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from control_plane.attempt_notes import AttemptNotes
+from control_plane.commit import Commits
+from control_plane.endings import Endings
+from control_plane.journal import Journal
+from control_plane.lanes import Seat
+from control_plane.live_request import LiveRequest, Lost, Phase
+from control_plane.records import OutcomeError, RequestState
+from control_plane.replica_link import ReplicaLink
+from function_runtime.protocol import (
+    Accepted,
+    Attached,
+    DeviceTime,
+    Failed,
+    Finished,
+    KvSealed,
+    ReplicaMessage,
+    Tokens,
+    Unknown,
+)
+
+FRUITLESS_MAX: Final = 8
+"""Attempts in a row without one new token after which a request is taken for the cause of its losses."""
+CLIENT_FAULTS: Final = frozenset(
+    {"context_length_exceeded", "invalid_request", "prompt_too_long", "invalid_request_error"}
+)
+"""Codes of a replica's refusals that are about the request itself."""
+
+
+class Attempts:
+    """`arm(request)` sets its timer anew; `again(request)` puts it back in front of its queue."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        notes: AttemptNotes,
+        requests: dict[str, LiveRequest],
+        endings: Endings,
+        arm: Callable[[LiveRequest], None],
+        again: Callable[[LiveRequest], None],
+    ) -> None:
+        self._notes = notes
+        self._requests = requests
+        self._endings = endings
+        self._arm = arm
+        self._again = again
+        self._commits = Commits(journal, self._concluded, endings.fenced)
+
+    def begin(self, request: LiveRequest, seat: Seat) -> None:
+        request.move(Phase.RUNNING)
+        request.conclusion = None
+        request.device = DeviceTime()
+        request.attached = False
+        request.received = request.log.last_seq
+        request.submit_ns = time.monotonic_ns()
+        request.last_token_ns = 0
+        request.log.note = "running"
+        self._arm(request)
+
+    # --- what replicas say ---
+
+    def heard(self, link: ReplicaLink, message: ReplicaMessage) -> None:
+        if isinstance(message, Tokens):
+            request = self._requests.get(message.request_id)
+            if request is not None and request.epoch == message.epoch and request.phase is Phase.RUNNING:
+                first = request.last_token_ns == 0
+                self._commits.tokens(request, message)
+                if first:
+                    self._arm(request)
+            return
+        if isinstance(message, Accepted | Attached | Finished | Failed | KvSealed | Unknown):
+            request = self._requests.get(message.request_id)
+            if request is None or request.epoch != message.epoch or request.phase is not Phase.RUNNING:
+                if isinstance(message, Finished | Failed):
+                    link.settled(message.request_id, message.epoch)
+                return
+            self._about(request, message)
+
+    def _about(
+        self, request: LiveRequest, message: Accepted | Attached | Finished | Failed | KvSealed | Unknown
+    ) -> None:
+        if isinstance(message, KvSealed):
+            self._commits.sealed(request, message)
+        elif isinstance(message, Finished):
+            request.device, request.cached_tokens = message.device, message.cached_tokens
+            if message.last_seq > request.received:
+                self.give_up(request, f"the replica ended at token {message.last_seq} without sending all")
+            elif message.cancelled and request.cancelling is None:
+                self.give_up(request, "the replica gave the request up")
+            else:
+                self._commits.conclude(request, message)
+        elif isinstance(message, Failed):
+            request.device = message.device
+            status = 400 if message.code in CLIENT_FAULTS else 500
+            error = OutcomeError(status, message.code, message.message, message.retry)
+            self._commits.conclude(request, Lost(f"{message.code}: {message.message}", message.retry, error))
+        elif isinstance(message, Unknown):
+            self.give_up(request, "the replica does not know the request")
+        elif isinstance(message, Attached):
+            request.attached = True
+        elif isinstance(message, Accepted) and not request.attached:
+            request.stages.load_kv_us += message.load_us
+            if request.log.last_seq or message.loaded_tokens:
+                self._notes.resumed(request, message)
+
+    def give_up(self, request: LiveRequest, reason: str) -> None:
+        """The attempt is lost; it is acted upon when what it sent is committed."""
+        self._commits.conclude(request, Lost(reason))
+
+    # --- what an attempt came to ---
+
+    def _concluded(self, request: LiveRequest) -> None:
+        conclusion = request.conclusion
+        if isinstance(conclusion, Finished):
+            state = RequestState.DONE
+            if conclusion.cancelled:
+                state = request.cancelling or RequestState.CANCELLED
+            self._endings.end(request, state, None)
+        elif isinstance(conclusion, Lost):
+            if request.cancelling is not None:
+                self._endings.end(request, request.cancelling, None)
+            elif conclusion.retry:
+                self.retry(request, conclusion.reason)
+            else:
+                self._endings.end(request, RequestState.FAILED, conclusion.error)
+
+    def retry(self, request: LiveRequest, reason: str) -> None:
+        """The attempt is lost; the request goes on with another replica, if there is anything left to do."""
+        if request.complete:
+            self._endings.end(request, RequestState.DONE, None)
+            return
+        request.fruitless += 1
+        if request.fruitless >= FRUITLESS_MAX:
+            error = OutcomeError(
+                500, "attempts_exhausted",
+                f"{FRUITLESS_MAX} attempts in a row ended without a token; the last: {reason}",
+            )  # fmt: skip
+            self._endings.end(request, RequestState.FAILED, error)
+            return
+        self._notes.requeued(request, reason)
+        self._again(request)
