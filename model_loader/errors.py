@@ -12,7 +12,10 @@
     ├── TextError              a text that cannot be tokenised
     ├── TemplateError          a chat template that does not compile or refuses its messages
     └── StoreError             object store
-        └── MissingObject
+        ├── MissingObject      it has no such object
+        ├── ShortObject        the object ends before what was asked for
+        ├── StoreUnavailable   no answer in time, or one that says "later"
+        └── StoreRefused       credentials, permission, bucket, region: somebody has to change something
 
 `retry` says whether the same call may succeed later without anybody changing the model; `code` is stable and machine
 readable. Messages name what, which and what to do next.
@@ -21,6 +24,7 @@ readable. Messages name what, which and what to do next.
 from __future__ import annotations
 
 import errno
+from enum import StrEnum
 from typing import ClassVar
 
 
@@ -81,11 +85,44 @@ class MissingObject(StoreError):
     retry = False
 
 
+class ShortObject(StoreError):
+    code = "object_short"
+    retry = False
+
+
+class StoreProblem(StrEnum):
+    """Why a store cannot be used, for programs; the message says it to people."""
+
+    UNREACHABLE = "unreachable"
+    WRONG_CREDENTIALS = "wrong_credentials"
+    EXPIRED_CREDENTIALS = "expired_credentials"
+    NO_PERMISSION = "no_permission"
+    MISSING_BUCKET = "missing_bucket"
+    WRONG_REGION = "wrong_region"
+    FULL = "full"
+    UNWRITABLE = "unwritable"
+    OTHER = "other"
+
+
+class StoreUnavailable(StoreError):
+    code = "object_store_unavailable"
+
+
+class StoreRefused(StoreError):
+    code = "object_store_refused"
+    retry = False
+
+    def __init__(self, message: str, problem: StoreProblem = StoreProblem.OTHER) -> None:
+        super().__init__(message)
+        self.problem = problem
+
+
 _KINDS: dict[str, type[LoaderError]] = {
     kind.code: kind
     for kind in (
         LoaderError, SourceError, SourceMissing, SourceRefused, SourceUnavailable, FormatError,
         UnsupportedArchitecture, IntegrityError, OutOfSpace, TextError, TemplateError, StoreError, MissingObject,
+        ShortObject, StoreUnavailable, StoreRefused,
     )
 }  # fmt: skip
 
@@ -100,3 +137,14 @@ def from_os_error(error: OSError, what: str) -> LoaderError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return OutOfSpace(f"no space left while writing {what}: free some, or give more")
     return LoaderError(f"cannot write {what}: {error.strerror or error}")
+
+
+def problem_of(error: LoaderError | OSError) -> StoreProblem:
+    """What kind of trouble with a store an error tells of."""
+    if isinstance(error, StoreRefused):
+        return error.problem
+    if isinstance(error, OutOfSpace):
+        return StoreProblem.FULL
+    if isinstance(error, StoreUnavailable):
+        return StoreProblem.UNREACHABLE
+    return StoreProblem.OTHER

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support import smollm2
+from tests.support.seaweed import NotInstalled, Seaweed
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 """Read when triton is first imported, which may be long before the tests of the kernels."""
@@ -28,3 +30,15 @@ def smollm2_wheel() -> Path:
 def smollm2_gguf(smollm2_wheel: Path) -> Path:
     """SmolLM2-135M-Instruct, Q4_1, as a GGUF file."""
     return smollm2.gguf(smollm2_wheel)
+
+
+@pytest.fixture(scope="session")
+def seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
+    """An S3 store for the whole run. Who kills or pauses it makes one of their own."""
+    pytest.importorskip("boto3", reason="the extra s3 is not installed")
+    try:
+        server = Seaweed(tmp_path_factory.mktemp("seaweed"))
+    except NotInstalled as error:
+        pytest.skip(str(error))
+    with server:
+        yield server
