@@ -68,7 +68,7 @@ def build_app(context: AppContext) -> web.Application:
 async def open_context(settings: Settings, backend: Backend | None = None) -> AppContext:
     """Everything but HTTP, opened and put together; nothing runs yet."""
     gateway_id = new_gateway_id()
-    db = await Database.open(settings.database_path, settings.database)
+    db = await Database.open(settings.database_url, settings.database)
     journal = Journal(db, gateway_id, settings.retention, settings.gateway)
     ledger, decisions, keys = Ledger(db), Decisions(db), Keys(db)
     functions = FunctionStore(db, settings.models)

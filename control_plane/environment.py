@@ -20,6 +20,17 @@ def _patterns(text: str) -> tuple[str, ...]:
     return patterns
 
 
+def database_url(text: str) -> str:
+    """As `DatabaseSettings.url` has it; raises ValueError."""
+    from control_plane.database.url import is_postgresql, sqlite_path
+    from control_plane.errors import StorageUnavailable
+
+    try:
+        return text if is_postgresql(text) else str(sqlite_path(text))
+    except StorageUnavailable as error:
+        raise ValueError(error.message) from error
+
+
 def _count(text: str) -> int:
     value = int(text)
     if value < 0:
@@ -35,6 +46,7 @@ def _seconds(text: str) -> float:
 
 
 ENVIRONMENT: Final[dict[str, tuple[str, str, Callable[[str], Any]] | None]] = {
+    "STOKER_DATABASE": ("database", "url", database_url),
     "STOKER_HOST": ("http", "host", str),
     "STOKER_PORT": ("http", "port", _count),
     "STOKER_DRAIN_S": ("http", "shutdown_drain_s", _seconds),

@@ -144,6 +144,8 @@ class StorageUnavailable(Unavailable):
     """The database could not write or read (full disk, unwritable directory). What was accepted is kept."""
 
     default_code = "storage_unavailable"
+    unclear = False
+    """The write may have happened all the same: the database went away before it answered."""
 
     def __init__(
         self,

@@ -40,6 +40,9 @@ class QueueSettings:
 
 @dataclass(frozen=True, slots=True)
 class DatabaseSettings:
+    url: str = ""
+    """`sqlite:///PATH` or `postgresql://USER@HOST:PORT/NAME`; empty: `stoker.db` in the data directory. Gateways on
+    several machines need PostgreSQL. A password belongs into PGPASSWORD or a passfile, not here."""
     busy_timeout_s: float = 5.0
     """How long a write waits for another process's lock (a backup, a shell) before it counts as unavailable."""
     cache_bytes: int = 4 * 1024 * 1024
@@ -51,7 +54,20 @@ class DatabaseSettings:
     wal_bytes: int = 64 * 1024 * 1024
     """Size of the write-ahead log at which the writer itself waits for it to be folded back."""
     reader_threads: int = 2
-    """Threads for reads; they never block the writer."""
+    """Threads for reads; they never block the writer. On PostgreSQL each holds a connection."""
+    process_commit: str = "local"
+    """PostgreSQL's `synchronous_commit` for durability `process`. `local`: on the server's disk, no standby awaited.
+    `off` is quicker and loses the last 0.6 s when the server itself is killed. Durability `host` is always `on`."""
+    connect_timeout_s: float = 3.0
+    """How long a connection to PostgreSQL may take; a writer waits no longer to learn that the server is away."""
+    statement_timeout_s: float = 10.0
+    """A PostgreSQL that has not answered a statement for this long counts as gone. Shorter than a stall of its disk,
+    and a busy server is taken for a dead one."""
+    idle_transaction_s: float = 5.0
+    """When PostgreSQL ends a session that stands still inside a transaction, so that a stopped gateway holds no locks
+    against its heir. Must be shorter than a gateway's lease."""
+    unclear_s: float = 5.0
+    """How long the writer tries to learn what became of a commit that PostgreSQL did not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +125,11 @@ class Settings:
     @property
     def database_path(self) -> Path:
         return self.data_dir / "stoker.db"
+
+    @property
+    def database_url(self) -> str:
+        """Where the database is, as `Database.open` takes it."""
+        return self.database.url or str(self.database_path)
 
     @property
     def models_dir(self) -> Path:

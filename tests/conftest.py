@@ -8,11 +8,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import postgres as postgresql
 from tests.support import smollm2
 from tests.support.seaweed import NotInstalled, Seaweed
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 """Read when triton is first imported, which may be long before the tests of the kernels."""
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[postgresql.PostgresServer]:
+    """One PostgreSQL server for the whole run; its databases are each test's own."""
+    if (reason := postgresql.missing()) is not None:
+        pytest.skip(reason)
+    with postgresql.server() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

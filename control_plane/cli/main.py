@@ -70,12 +70,16 @@ def up(
     allow: Annotated[
         list[str] | None, typer.Option(help="Pattern of model URIs that may be deployed; repeat for more [all].")
     ] = None,
+    database: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="sqlite:///PATH or postgresql://USER@HOST:PORT/NAME [DATA_DIR/stoker.db]."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run the service on this machine until Ctrl-C (drains; a second Ctrl-C is immediate)."""
     from control_plane.cli.up import Said, run_service
 
-    said = Said(host, port, warm_workers, orphan_s, drain_s, tuple(allow) if allow else None)
+    said = Said(host, port, warm_workers, orphan_s, drain_s, tuple(allow) if allow else None, database)
     run_service(data_dir, said, as_json)
 
 

@@ -44,17 +44,23 @@ class Said:
     orphan_s: float | None = None
     drain_s: float | None = None
     allow: tuple[str, ...] | None = None
+    database: str | None = None
 
 
 def settings_of(data_dir: Path, said: Said) -> Settings:
-    from control_plane.environment import BadVariable, apply_environment
+    from control_plane.environment import BadVariable, apply_environment, database_url
     from control_plane.settings import Settings
 
     try:
         settings = apply_environment(Settings(data_dir=data_dir), os.environ)
     except BadVariable as error:
         raise CommandError(str(error), "correct the environment variable, or unset it", code="bad_setting") from error
+    try:
+        url = None if said.database is None else database_url(said.database)
+    except ValueError as error:
+        raise CommandError(f"--database: {error}", "correct the URL", code="bad_setting") from error
     given: dict[str, dict[str, object]] = {
+        "database": {"url": url},
         "http": {"host": said.host, "port": said.port, "shutdown_drain_s": said.drain_s},
         "slot": {"warm_workers": said.warm_workers, "orphan_s": said.orphan_s},
         "models": {"allowed": said.allow},

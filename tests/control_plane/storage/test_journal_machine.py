@@ -7,11 +7,14 @@ accepted = done + cancelled + failed + refused + unfinished; every attempt's dev
 from __future__ import annotations
 
 import asyncio
-import shutil
+import contextlib
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -21,6 +24,7 @@ from control_plane.errors import Fenced, StorageUnavailable
 from control_plane.journal import Journal, Outcome, RequestState
 from function_runtime.protocol import DeviceTime
 from tests.control_plane.storage.builders import events, new_request, query
+from tests.support.postgres import PostgresServer
 
 ENDS = (RequestState.DONE, RequestState.CANCELLED, RequestState.FAILED, RequestState.REFUSED)
 GATEWAYS = 3
@@ -58,13 +62,20 @@ class JournalMachine(RuleBasedStateMachine):
         self.databases: list[Database] = []
         self.journals: list[Journal] = []
 
+    @contextlib.contextmanager
+    def place(self) -> Iterator[Path | str]:
+        """A fresh database."""
+        memory = Path("/dev/shm")
+        with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as directory:
+            yield Path(directory) / "stoker.db"
+
     @initialize()
     def start(self) -> None:
-        memory = Path("/dev/shm")
-        self.directory = tempfile.mkdtemp(dir=memory if memory.is_dir() else None)
+        self.ending = contextlib.ExitStack()
+        where = self.ending.enter_context(self.place())
         self.runner = asyncio.Runner()
         for number in range(GATEWAYS):
-            database = self.runner.run(Database.open(Path(self.directory) / "stoker.db"))
+            database = self.runner.run(Database.open(where))
             self.databases.append(database)
             self.journals.append(Journal(database, f"gw-{number}"))
             self.runner.run(self.journals[number].register())
@@ -74,7 +85,7 @@ class JournalMachine(RuleBasedStateMachine):
             for database in self.databases:
                 self.runner.run(database.close())
             self.runner.close()
-            shutil.rmtree(self.directory)
+            self.ending.close()
 
     def pick(self, number: int) -> Modelled | None:
         """Mostly one that lives; the model's ended ones now and then."""
@@ -246,3 +257,23 @@ JournalMachine.TestCase.settings = settings(
     max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestJournalMachine = JournalMachine.TestCase
+
+
+class PostgresJournalMachine(JournalMachine):
+    server: ClassVar[PostgresServer]
+
+    @contextlib.contextmanager
+    def place(self) -> Iterator[Path | str]:
+        with self.server.database() as url:
+            yield url
+
+
+@pytest.fixture(scope="module")
+def given_server(postgres: PostgresServer) -> None:
+    PostgresJournalMachine.server = postgres
+
+
+PostgresJournalMachine.TestCase.settings = settings(
+    max_examples=8, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestPostgresJournalMachine = pytest.mark.usefixtures("given_server")(PostgresJournalMachine.TestCase)

@@ -163,17 +163,19 @@ lives = st.lists(
 )
 
 
-@pytest.mark.parametrize("price", [0, 1, 123_457, 98_000_000])
+@pytest.mark.parametrize(
+    ("kind", "price"), [*(("sqlite", price) for price in (0, 1, 123_457, 98_000_000)), ("postgresql", 123_457)]
+)
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(steps=lives, slack=st.integers(-1_000_000, 1_000_000))
 def test_every_device_second_is_charged_once_whatever_happens(
-    price: int, steps: list[tuple[str, int, int, int]], slack: int
+    request: pytest.FixtureRequest, kind: str, price: int, steps: list[tuple[str, int, int, int]], slack: int
 ) -> None:
     """Two replicas live, serve, lose requests, report, are killed and closed; requests end before and after.
     Sum of device time = time held, sum of cost = its price rounded once, for each, also after late ends."""
 
-    async def run(directory: str) -> None:
-        database = await Database.open(Path(directory) / "stoker.db")
+    async def run(where: Path | str) -> None:
+        database = await Database.open(where)
         journal, ledger = Journal(database, "gw-1"), Ledger(database)
         await set_price(database, price)
         told: list[dict[str, int]] = [dict.fromkeys(("cold", "attributed", "idle", "overhead"), 0) for _ in range(2)]
@@ -215,8 +217,12 @@ def test_every_device_second_is_charged_once_whatever_happens(
         finally:
             await database.close()
 
-    with tempfile.TemporaryDirectory() as directory:
-        asyncio.run(run(directory))
+    if kind == "sqlite":
+        with tempfile.TemporaryDirectory() as directory:
+            asyncio.run(run(Path(directory) / "stoker.db"))
+    else:
+        with request.getfixturevalue("postgres").database() as url:
+            asyncio.run(run(url))
 
 
 def _status(replica_id: str, told: dict[str, int], held_us: int | None) -> Any:

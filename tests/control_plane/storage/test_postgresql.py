@@ -1,19 +1,11 @@
-"""The same SQL text on PostgreSQL: every statement is prepared there, and the fence holds between its sessions.
-
-Runs where a PostgreSQL server and asyncpg are installed; the cluster is a throw-away one on a Unix socket.
-"""
+"""The same SQL text on PostgreSQL: every statement is prepared there, and the fence holds between its sessions."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import pwd
 import re
-import shutil
 import sqlite3
-import subprocess
-import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -22,98 +14,44 @@ import pytest
 from control_plane import accounts, decisions, functions, statements
 from control_plane.costs import COST_FIELDS, Costs
 from control_plane.database import Database
+from control_plane.database.placeholders import numbered
 from control_plane.decisions import Decisions
 from control_plane.functions import FunctionStore, ImportState
 from control_plane.journal import Journal
 from control_plane.ledger import Ledger
-from control_plane.schema import MIGRATIONS, POSTGRESQL
 from control_plane.spec import parse_mapping
 from control_plane.tenants import Keys
 from control_plane.usage import USAGE_FIELDS, RangeQuery, Usage
 from function_runtime.protocol import ReplicaTime
 from tests.control_plane.storage.builders import chunk, done, new_request, replica_status, used
+from tests.support.postgres import PostgresServer
 
 asyncpg = pytest.importorskip("asyncpg")
 
 
-def _program(name: str) -> str | None:
-    places = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"), reverse=True)
-    return shutil.which(name) or (str(places[0]) if places else None)
-
-
-INITDB, SERVER = _program("initdb"), _program("postgres")
-pytestmark = pytest.mark.skipif(INITDB is None or SERVER is None, reason="no PostgreSQL server is installed")
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
-    """A directory with the socket of a running server. PostgreSQL refuses to run as root, so root steps down."""
-    directory = tempfile.mkdtemp(prefix="stoker-pg-")
-    user: dict[str, Any] = {}
-    if os.geteuid() == 0:
-        nobody = pwd.getpwnam("nobody")
-        os.chown(directory, nobody.pw_uid, nobody.pw_gid)
-        user = {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
-    data = f"{directory}/data"
-    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": directory, **user}
-    try:
-        subprocess.run([str(INITDB), "-D", data, "-A", "trust", "-U", "stoker", "--no-sync"], check=True, **quiet)
-        server = subprocess.Popen(
-            [str(SERVER), "-D", data, "-k", directory, "-c", "listen_addresses=", "-c", "fsync=off"], **quiet
-        )
-        try:
-            yield directory
-        finally:
-            server.terminate()
-            server.wait(20)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-async def connect(directory: str) -> Any:
-    for _ in range(200):
-        try:
-            return await asyncpg.connect(host=directory, user="stoker", database="postgres")
-        except (OSError, asyncpg.CannotConnectNowError):
-            await asyncio.sleep(0.05)
-    pytest.fail("the PostgreSQL server did not come up")
-
-
 @pytest.fixture
-async def sessions(cluster: str) -> AsyncIterator[tuple[Any, Any]]:
-    """Two sessions on an empty schema."""
-    first = await connect(cluster)
-    await first.execute("DROP SCHEMA public CASCADE; CREATE SCHEMA public")
-    for migration in MIGRATIONS:
-        for statement in migration.statements:
-            await first.execute(POSTGRESQL.render(statement))
-    second = await connect(cluster)
-    yield first, second
-    await first.close()
-    await second.close()
+async def sessions(postgres: PostgresServer) -> AsyncIterator[tuple[Any, Any]]:
+    """Two sessions on a fresh database."""
+    with postgres.database() as url:
+        first, second = await asyncpg.connect(url), await asyncpg.connect(url)
+        yield first, second
+        await first.close()
+        await second.close()
 
 
-def numbered(sql: str, values: dict[str, Any] | None = None) -> tuple[str, list[Any]]:
-    """`:name` to `$n`, as a driver for PostgreSQL does it."""
-    names: list[str] = []
-
-    def place(found: re.Match[str]) -> str:
-        if found[1] not in names:
-            names.append(found[1])
-        return f"${names.index(found[1]) + 1}"
-
-    text = re.sub(r"(?<![:\w]):([a-z]\w*)", place, sql)
-    return text, [(values or {}).get(name) for name in names]
+def placed(sql: str, values: dict[str, Any] | None = None) -> tuple[str, list[Any]]:
+    text, names = numbered(sql)
+    return text, [(values or {}).get(name) for name in names or ()]
 
 
 async def run(session: Any, sql: str, values: dict[str, Any]) -> list[Any]:
-    text, arguments = numbered(sql, values)
+    text, arguments = placed(sql, values)
     found: list[Any] = await session.fetch(text, *arguments)
     return found
 
 
 async def count(session: Any, sql: str, values: dict[str, Any]) -> int:
-    text, arguments = numbered(sql, values)
+    text, arguments = placed(sql, values)
     return int((await session.execute(text, *arguments)).rsplit(" ", 1)[1])
 
 
@@ -184,7 +122,7 @@ async def test_every_statement_is_understood(sessions: tuple[Any, Any], tmp_path
     assert len(texts) > 60
     for text in sorted(texts):
         try:
-            await sessions[0].prepare(numbered(text)[0])
+            await sessions[0].prepare(placed(text)[0])
         except asyncpg.PostgresError as error:
             pytest.fail(f"{error}: {text}")
 
