@@ -10,6 +10,7 @@ next start; a second ends at once. Limits: agents and replicas are left alone; `
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import logging
 import os
@@ -36,6 +37,9 @@ from control_plane.gateway.prompts import PromptMakers
 from control_plane.gateway.routes import routes
 from control_plane.importing import Importing
 from control_plane.journal import Journal
+from control_plane.kv_collection import KvCollection
+from control_plane.kv_desk import KvDesk
+from control_plane.kv_index import KvIndex
 from control_plane.ledger import Ledger
 from control_plane.live_request import LiveRequest, TimeLimits
 from control_plane.loop import ControlLoop
@@ -74,7 +78,16 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
     functions = FunctionStore(db, settings.models)
     metrics = Metrics()
     dispatcher = Dispatcher(journal, decisions, settings.queue)
-    dispatcher.endings.on_end = metrics.request_ended
+    kv_index = KvIndex(db)
+    kv_desk = KvDesk(kv_index, decisions, settings.kv)
+    kv_collection = KvCollection(db, journal, settings.kv, settings.objects_dir.resolve().as_uri())
+    dispatcher.on_kv = kv_desk.hear
+
+    def request_ended(live: LiveRequest, state: RequestState, total_s: float) -> None:
+        metrics.request_ended(live, state, total_s)
+        kv_desk.ended(live)
+
+    dispatcher.endings.on_end = request_ended
     fleet = Fleet(backend or LocalBackend(settings), ledger)
     seating = Seating(fleet, dispatcher, gateway_id)
     serving = Serving(functions, dispatcher, settings.queue)
@@ -100,6 +113,9 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
         importing=importing,
         prompts=prompts,
         metrics=metrics,
+        kv_index=kv_index,
+        kv_desk=kv_desk,
+        kv_collection=kv_collection,
     )
 
 
@@ -138,7 +154,11 @@ async def adopt(context: AppContext) -> None:
 async def _adopt_one(context: AppContext, record: RequestRecord) -> None:
     revision = context.serving.revision((record.tenant, record.function), record.revision)
     limits = limits_of(revision) if revision is not None else DEFAULT_LIMITS
-    origin = origin_of(record, limits, await context.keys.kv_scope(record.tenant))
+    shares, price = ("tenant", 0)
+    if revision is not None:
+        shares, price = revision.spec.share_prefixes, revision.spec.price_microusd_per_hour
+    origin = origin_of(record, limits, await context.keys.kv_scope(record.tenant), shares, price)
+    origin = dataclasses.replace(origin, reuse=context.kv_desk.reuse(origin))
     # Whoever was reading it is gone with the gateway: that is not the client's leaving.
     live = LiveRequest(origin, detached=True, log=RequestLog(await context.journal.log(record.id)))
     live.epoch = record.epoch
@@ -176,6 +196,7 @@ async def close_context(context: AppContext) -> None:
     context.loop.stop()
     await context.importing.close()
     await context.dispatcher.close()
+    await context.kv_desk.close()
     await context.seating.close()
     await context.fleet.close(end_agents=False, grace_s=0.0)
     await context.decisions.close()

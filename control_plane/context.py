@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from control_plane.gateway.prompts import PromptMakers
     from control_plane.importing import Importing
     from control_plane.journal import Journal
+    from control_plane.kv_collection import KvCollection
+    from control_plane.kv_desk import KvDesk
+    from control_plane.kv_index import KvIndex
     from control_plane.ledger import Ledger
     from control_plane.loop import ControlLoop
     from control_plane.metrics import Metrics
@@ -49,6 +52,9 @@ class AppContext:
     importing: Importing
     prompts: PromptMakers
     metrics: Metrics
+    kv_index: KvIndex
+    kv_desk: KvDesk
+    kv_collection: KvCollection
     draining: bool = False
     """No new requests any more: the process is going down."""
     ready: bool = False

@@ -29,6 +29,9 @@ from control_plane.replica_link import ReplicaLink
 from control_plane.settings import QueueSettings
 from control_plane.timeouts import TimeoutWatch
 from function_runtime.protocol import (
+    KvAsk,
+    KvBad,
+    KvKept,
     ReplicaMessage,
 )
 
@@ -44,6 +47,8 @@ class Dispatcher:
         self.on_demand: Callable[[FunctionKey, bool], None] = lambda key, waiting: None
         """Told of a function whose demand changed, and whether somebody waits there for a replica."""
         self.on_seat_lost: Callable[[Seat, str], None] = lambda seat, reason: None
+        self.on_kv: Callable[[ReplicaLink, LiveRequest | None, KvAsk | KvKept | KvBad], None] = lambda *said: None
+        """Told what replicas ask and say about stored KV, in order with everything else they say."""
         self.unusable: Callable[[FunctionKey, str], str] = lambda key, identity: ""
         """Why no replica of this checkpoint can be had; empty if one can."""
         self.endings = Endings(journal, self.lanes, self.requests, self._left, self._give_up)
@@ -199,7 +204,10 @@ class Dispatcher:
     # --- what replicas say ---
 
     def link_message(self, link: ReplicaLink, message: ReplicaMessage) -> None:
-        self._attempts.heard(link, message)
+        if isinstance(message, KvAsk | KvKept | KvBad):
+            self.on_kv(link, self.requests.get(message.request_id), message)
+        else:
+            self._attempts.heard(link, message)
 
     def link_lost(self, link: ReplicaLink, reason: str) -> None:
         seat = self._links.pop(link, None)

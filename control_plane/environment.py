@@ -58,6 +58,9 @@ ENVIRONMENT: Final[dict[str, tuple[str, str, Callable[[str], Any]] | None]] = {
     "STOKER_ORPHAN_S": ("slot", "orphan_s", _seconds),
     "STOKER_LOG_RETENTION_S": ("retention", "log_s", _seconds),
     "STOKER_ALLOWED_MODELS": ("models", "allowed", _patterns),
+    "STOKER_KV_QUOTA_BYTES": ("kv", "quota_bytes", _count),
+    "STOKER_KV_GRACE_S": ("kv", "grace_s", _seconds),
+    "STOKER_KV_ORPHAN_S": ("kv", "orphan_s", _seconds),
     "STOKER_ADMIN_KEY": None,  # the first administrator's key: read where keys are made, never kept in settings
 }
 

@@ -16,10 +16,13 @@ from typing import TYPE_CHECKING, Final
 from control_plane.gateway.parsing import RenderOptions
 from control_plane.records import Outcome, OutcomeError, RequestState, StageTimes
 from control_plane.request_log import End, RequestLog
-from function_runtime.protocol import DeviceTime, Finished, KvChunk, Sampling, TokenEvent, Work
+from function_runtime.protocol import DeviceTime, Finished, KvChunk, Reuse, Sampling, TokenEvent, Work
 
 if TYPE_CHECKING:
     from control_plane.lanes import Seat
+
+
+NO_REUSE: Final = Reuse()
 
 
 class Phase(enum.Enum):
@@ -95,6 +98,12 @@ class Origin:
     write_kv: bool
     durable: bool
     created_us: int
+    share_prefix: bool = True
+    """Stored KV of other requests of its scope may be used for it, and its own may be kept for them."""
+    conversation: str = ""
+    """Name of the conversation it belongs to (from `prompt_cache_key`)."""
+    price_microusd_per_hour: int = 0
+    reuse: Reuse = NO_REUSE
 
     @property
     def key(self) -> tuple[str, str]:
@@ -227,6 +236,8 @@ class LiveRequest:
             prefill_ends=self.prefill_ends,
             kv=tuple(self.kv),
             write_kv=origin.write_kv,
+            share_prefix=origin.share_prefix,
+            reuse=origin.reuse,
         )
 
     def outcome(self, state: RequestState, error: OutcomeError | None) -> Outcome:

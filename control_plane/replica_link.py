@@ -18,6 +18,8 @@ from function_runtime.protocol import (
     Cancel,
     FrameBuffer,
     Hello,
+    KvChunk,
+    KvKnown,
     Progress,
     ReplicaMessage,
     Settled,
@@ -102,6 +104,9 @@ class ReplicaLink(asyncio.Protocol):
 
     def settled(self, request_id: str, epoch: int) -> None:
         self._send(Settled(request_id, epoch))
+
+    def kv_known(self, request_id: str, epoch: int, chunks: tuple[KvChunk, ...]) -> None:
+        self._send(KvKnown(request_id, epoch, chunks))
 
     def set_busy(self, busy: bool) -> None:
         """Whether work is in flight: only then silence means a stall."""

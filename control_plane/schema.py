@@ -243,4 +243,55 @@ _FIRST: Final = Migration(
     ),
 )
 
-MIGRATIONS: Final[tuple[Migration, ...]] = (_FIRST,)
+_FOURTH: Final = Migration(
+    4,
+    "what stored KV there is for whoever comes next: chunks, packs, observed reuse",
+    (
+        """
+        CREATE TABLE kv_packs (
+            pack TEXT PRIMARY KEY,
+            nbytes BIGINT NOT NULL,
+            state TEXT NOT NULL,
+            tenant TEXT NOT NULL,
+            reason TEXT NOT NULL,
+            created_us BIGINT NOT NULL,
+            changed_us BIGINT NOT NULL
+        ) {clustered}""",
+        "CREATE INDEX kv_packs_leaving ON kv_packs (changed_us) WHERE state <> 'live'",
+        """
+        CREATE TABLE kv_chunks (
+            identity TEXT NOT NULL,
+            scope TEXT NOT NULL,
+            chain TEXT NOT NULL,
+            parent TEXT NOT NULL,
+            first_token BIGINT NOT NULL,
+            end_token BIGINT NOT NULL,
+            pack TEXT NOT NULL,
+            pack_offset BIGINT NOT NULL,
+            nbytes BIGINT NOT NULL,
+            digest TEXT NOT NULL,
+            form TEXT NOT NULL,
+            tenant TEXT NOT NULL,
+            function TEXT NOT NULL,
+            conversation TEXT NOT NULL,
+            saved_us BIGINT NOT NULL,
+            price_microusd_per_hour BIGINT NOT NULL,
+            uses BIGINT NOT NULL,
+            created_us BIGINT NOT NULL,
+            used_us BIGINT NOT NULL,
+            PRIMARY KEY (identity, scope, chain)
+        ) {clustered}""",
+        "CREATE INDEX kv_chunks_by_pack ON kv_chunks (pack)",
+        """
+        CREATE TABLE kv_reuse (
+            tenant TEXT NOT NULL,
+            function TEXT NOT NULL,
+            keyed BIGINT NOT NULL,
+            kept BIGINT NOT NULL,
+            reused BIGINT NOT NULL,
+            PRIMARY KEY (tenant, function, keyed)
+        ) {clustered}""",
+    ),
+)
+
+MIGRATIONS: Final[tuple[Migration, ...]] = (_FIRST, _FOURTH)

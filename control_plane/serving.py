@@ -38,6 +38,8 @@ class Servable:
     on_disconnect: str
     limits: TimeLimits
     max_context_tokens: int
+    share_prefixes: str = "tenant"
+    price_microusd_per_hour: int = 0
 
     def context_tokens(self, model_limit: int) -> int:
         own = self.max_context_tokens
@@ -68,6 +70,8 @@ def servable_of(revision: Revision) -> Servable:
         on_disconnect=revision.spec.on_disconnect,
         limits=limits_of(revision),
         max_context_tokens=revision.spec.engine_options.max_context_tokens,
+        share_prefixes=revision.spec.share_prefixes,
+        price_microusd_per_hour=revision.spec.price_microusd_per_hour,
     )
 
 

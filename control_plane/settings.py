@@ -111,6 +111,27 @@ class ModelSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class KvSettings:
+    """Stored KV of requests that are over (`stoker kv`)."""
+
+    quota_bytes: int = 16 * 1024**3
+    """Most bytes kept per tenant; the packs worth least per byte go first. 0: no bound but the disk. KV of unfinished
+    requests is not counted."""
+    grace_s: float = 300.0
+    """How long a retired pack is still there for whoever was told of it. Below a minute a replica may name what has
+    just gone (which costs a recomputation)."""
+    orphan_s: float = 3600.0
+    """Pause between looks through the whole store for packs that nothing names: one list request per 1000 packs."""
+    quarantine_s: float = 7 * 86400.0
+    """How long a quarantined pack is kept for a look at it."""
+    storage_microusd_per_gib_month: float = 24_700.0
+    """What storing costs (S3 Standard's list price by default): a chunk that is expected to save less goes. 0: only
+    the quota lets chunks go."""
+    device_microusd_per_hour: int = 1_000_000
+    """What device time counts as where the function has no price of its own."""
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     data_dir: Path
     """Where everything is kept: database, models, objects, keys."""
@@ -121,6 +142,7 @@ class Settings:
     gateway: GatewaySettings = field(default_factory=GatewaySettings)
     slot: SlotSettings = field(default_factory=SlotSettings)
     models: ModelSettings = field(default_factory=ModelSettings)
+    kv: KvSettings = field(default_factory=KvSettings)
 
     @property
     def database_path(self) -> Path:

@@ -144,6 +144,9 @@ class FunctionSpec(_Part):
     """off: no log, a death is an error; process: survives the death of any process; host: survives power loss."""
     on_disconnect: Literal["cancel", "detach"] = "cancel"
     """What becomes of the work when its client goes away."""
+    share_prefixes: Literal["tenant", "function", "none"] = "tenant"
+    """Who may use the stored KV of a prompt that begins alike: functions of the tenant with the same checkpoint, this
+    function only, or nobody. Other tenants never do."""
     env: dict[str, str] = Field(default={}, max_length=100)
     """Environment of the replica."""
     secrets: dict[str, str] = Field(default={}, max_length=100)

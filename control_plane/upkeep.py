@@ -109,21 +109,4 @@ class Upkeep:
                 break
             await asyncio.sleep(MORE_S)
         await context.decisions.sweep(context.settings.retention.decision_s)
-        await self._sweep_kv()
-
-    async def _sweep_kv(self) -> None:
-        from model_loader.objects import open_store
-
-        context = self._context
-        retired = await context.journal.retired_kv()
-        if not retired.rows:
-            return
-        uri = context.settings.objects_dir.resolve().as_uri()
-
-        def delete() -> None:
-            store = open_store(uri)
-            for pack in retired.packs:
-                store.delete(pack)
-
-        await asyncio.to_thread(delete)
-        await context.journal.forget_kv(retired)
+        await context.kv_collection.sweep()

@@ -83,6 +83,9 @@ class NativeEngine:
             ),
         )
 
+    def cached_prefix(self, work: Work) -> int:
+        return self._engine.cached_prefix(work)
+
     def cancel(self, request_id: str) -> bool:
         return self._engine.cancel(request_id)
 
@@ -212,4 +215,4 @@ class NativeBuilder:
             rope=json.dumps(rope, sort_keys=True, separators=(",", ":")),
             engine_format=f"{ENGINE_FORMAT}/{spec.options.device.partition(':')[0]}",
         )
-        return DurableKv(spec.kv_store, identity, inbox, serving)
+        return DurableKv(spec.kv_store, identity, inbox, serving, chunk_tokens=spec.options.kv_chunk_tokens)

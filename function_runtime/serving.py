@@ -34,6 +34,7 @@ from function_runtime.protocol import (
     Cancel,
     GatewayMessage,
     Hello,
+    KvKnown,
     KvSealed,
     Progress,
     ReplicaSpec,
@@ -65,9 +66,26 @@ class KvService(Protocol):
     """Durable KV as the loop sees it; answers come through the inbox."""
 
     def begin_read(self, held: HeldRequest) -> None: ...
+    def may_continue(self, held: HeldRequest, cached_tokens: int) -> bool:
+        """Whether stored prefixes may spare a part of its prefill beyond what is cached here."""
+        ...
+
+    def begin_ask(self, held: HeldRequest) -> None:
+        """Ask for them; a read or nothing comes of it, in time."""
+        ...
+
+    def hear(self, known: KvKnown) -> None: ...
+    def has_already(self, held: HeldRequest, choice: int, start: int, end: int) -> bool:
+        """Whether these positions need no copy: they are stored, and named for this request, or about to be."""
+        ...
+
     def write(self, held: HeldRequest, choice: int, start: int, end: int, data: memoryview) -> None: ...
     def flush(self, within_s: float) -> None:
         """Blocks until everything queued is stored (and its `KvSealed` posted), or the time is over."""
+        ...
+
+    def finished(self, held: HeldRequest) -> None:
+        """The request is about to end: decide what of its KV is kept."""
         ...
 
     def release(self, held: HeldRequest) -> None:
@@ -177,6 +195,8 @@ class Serving:
         now_ns = time.monotonic_ns()
         for end in step.finished:
             if ended := self._living(end.request_id, end.epoch):
+                if self._kv is not None:
+                    self._kv.finished(ended)
                 ended.finish(now_ns, cancelled=end.cancelled)
         for request_id, epoch, fault in step.failed:
             if failed := self._living(request_id, epoch):
@@ -290,6 +310,9 @@ class Serving:
                     if held.live:
                         self._cancel(held)
                     self._settle(held)
+            case KvKnown():
+                if self._kv is not None:
+                    self._kv.hear(message)
             case Hello():
                 link.closed = True
 
@@ -315,6 +338,8 @@ class Serving:
             held.fail(time.monotonic_ns(), "draining", "this replica is ending", retry=True)
         elif self._kv is not None and work.kv:
             self._kv.begin_read(held)
+        elif self._kv is not None and self._kv.may_continue(held, self._engine.cached_prefix(work)):
+            self._kv.begin_ask(held)
         else:
             self._admit(held, None)
 
@@ -423,6 +448,8 @@ class Serving:
     def _store(self, kv: KvService, held: HeldRequest, choice: int, start: int, end: int) -> None:
         """Best effort: without its KV a request is computed again."""
         try:
+            if kv.has_already(held, choice, start, end):
+                return
             kv.write(held, choice, start, end, self._engine.export_kv(held.id, choice, start, end))
         except Exception as error:
             print(f"kv not written request={held.id} choice={choice} [{start}, {end}): {error!r}", file=sys.stderr)

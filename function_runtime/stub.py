@@ -83,6 +83,9 @@ class StubEngine:
         self._requests[work.request_id] = _Request(work)
         return Admitted(recomputed_tokens=len(work.prompt) + len(work.produced) if work.produced else 0)
 
+    def cached_prefix(self, work: Work) -> int:
+        return 0
+
     def cancel(self, request_id: str) -> bool:
         return self._requests.pop(request_id, None) is not None
 

@@ -8,6 +8,7 @@ Limits: a request that another gateway owns cannot be read here.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import random
 import secrets
@@ -23,6 +24,7 @@ from control_plane.errors import InvalidRequest, Unavailable
 from control_plane.gateway.parsing import GenerationRequest, RenderOptions
 from control_plane.gateway.reading import Answer
 from control_plane.gateway.rendering import Head
+from control_plane.kv_desk import conversation_of, function_scope
 from control_plane.live_request import LiveRequest, Origin, TimeLimits
 from control_plane.records import NewRequest, RequestRecord, pack_tokens, unpack_tokens
 from control_plane.request_log import End, RequestLog
@@ -41,6 +43,7 @@ class Params(msgspec.Struct, frozen=True, array_like=True):
     sampling: Sampling
     options: RenderOptions
     identity: str
+    conversation: str = ""
 
 
 _decode_params: Final = msgspec.msgpack.Decoder(Params).decode
@@ -71,6 +74,8 @@ def new_origin(
     kv_scope: str,
 ) -> Origin:
     options = msgspec.structs.replace(parsed.options, echo=echo) if echo else parsed.options
+    if servable.share_prefixes == "function":
+        kv_scope = function_scope(kv_scope, servable.function)
     return Origin(
         request_id=f"{options.endpoint.id_prefix}{randomness.getrandbits(128):032x}",
         tenant=principal.tenant,
@@ -87,6 +92,9 @@ def new_origin(
         write_kv=servable.durability != "off",
         durable=servable.durability != "off",
         created_us=time.time_ns() // 1000,
+        share_prefix=servable.share_prefixes != "none",
+        conversation=conversation_of(kv_scope, parsed.prompt_cache_key),
+        price_microusd_per_hour=servable.price_microusd_per_hour,
     )
 
 
@@ -111,6 +119,7 @@ def _left_at_once(context: AppContext, done: asyncio.Task[tuple[LiveRequest | No
 async def _accept(
     context: AppContext, origin: Origin, servable: Servable, key: str | None, body: bytes
 ) -> tuple[LiveRequest | None, Answer]:
+    origin = dataclasses.replace(origin, reuse=context.kv_desk.reuse(origin))
     with context.dispatcher.room(origin.key, origin.identity, origin.nbytes):
         return await _accept_in_room(context, origin, servable, key, body)
 
@@ -127,7 +136,7 @@ async def _accept_in_room(
         revision=origin.revision,
         endpoint=origin.options.endpoint.value,
         model=origin.model,
-        params=_encode(Params(origin.sampling, origin.options, origin.identity)),
+        params=_encode(Params(origin.sampling, origin.options, origin.identity, origin.conversation)),
         prompt=pack_tokens(origin.prompt),
         on_disconnect="detach" if detached else "cancel",
         stream=origin.options.stream,
@@ -177,9 +186,13 @@ async def find(context: AppContext, record: RequestRecord) -> tuple[LiveRequest 
     return None, Answer(head, params.options, RequestLog(events, end), record.input_tokens, params.sampling.n)
 
 
-def origin_of(record: RequestRecord, limits: TimeLimits, kv_scope: str) -> Origin:
+def origin_of(
+    record: RequestRecord, limits: TimeLimits, kv_scope: str, share_prefixes: str = "tenant", price: int = 0
+) -> Origin:
     """The origin of a request adopted from the journal."""
     params = _decode_params(record.params)
+    if share_prefixes == "function":
+        kv_scope = function_scope(kv_scope, record.function)
     return Origin(
         request_id=record.id,
         tenant=record.tenant,
@@ -196,4 +209,7 @@ def origin_of(record: RequestRecord, limits: TimeLimits, kv_scope: str) -> Origi
         write_kv=record.durability != "off",
         durable=record.durability != "off",
         created_us=record.created_us,
+        share_prefix=share_prefixes != "none",
+        conversation=params.conversation,
+        price_microusd_per_hour=price,
     )

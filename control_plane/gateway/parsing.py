@@ -22,6 +22,7 @@ MAX_PROMPTS: Final = 128
 MAX_STOP: Final = 16
 MAX_STOP_CHARS: Final = 1024
 MAX_MODEL_CHARS: Final = 256
+MAX_CACHE_KEY_CHARS: Final = 256
 MAX_LOGIT_BIAS: Final = 4096
 MAX_TOP_LOGPROBS: Final = 20
 MAX_TOKENS: Final = 1 << 31
@@ -102,6 +103,8 @@ class GenerationRequest:
     """Completions: each becomes a request of its own."""
     echo: bool = False
     add_special_tokens: bool = True
+    prompt_cache_key: str = ""
+    """Names the conversation this belongs to: its KV is then more likely to be kept."""
 
 
 def parse_chat(body: bytes) -> GenerationRequest:
@@ -132,6 +135,7 @@ def parse_chat(body: bytes) -> GenerationRequest:
         options=options,
         messages=_messages(wire.messages),
         add_generation_prompt=wire.add_generation_prompt is not False,
+        prompt_cache_key=_cache_key(wire.prompt_cache_key),
     )
 
 
@@ -156,7 +160,17 @@ def parse_completion(body: bytes) -> GenerationRequest:
         prompts=prompts,
         echo=bool(wire.echo),
         add_special_tokens=wire.add_special_tokens is not False,
+        prompt_cache_key=_cache_key(wire.prompt_cache_key),
     )
+
+
+def _cache_key(key: str | None) -> str:
+    if key is not None and len(key) > MAX_CACHE_KEY_CHARS:
+        raise InvalidRequest(
+            f"prompt_cache_key has {len(key)} characters; at most {MAX_CACHE_KEY_CHARS} are allowed",
+            param="prompt_cache_key",
+        )
+    return key or ""
 
 
 def _decode(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:

@@ -45,6 +45,7 @@ class CommonBody(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     user: str | None = None
+    prompt_cache_key: str | None = None
     # vLLM's extras
     top_k: int | None = None
     min_p: float | None = None

@@ -37,6 +37,7 @@ from function_runtime.engine.output import (
     SealedRange,
     StepOutput,
 )
+from function_runtime.engine.prefix import Chain
 from function_runtime.engine.request import Choice, Phase, Request
 from function_runtime.engine.resume import Usable, check_restored, usable
 from function_runtime.engine.scheduler import Schedule, Scheduler
@@ -84,6 +85,8 @@ class Engine:
         self._retired: list[tuple[Request, Choice]] = []
         """Ended choices of live requests; their KV may be exported until the next step."""
         self._arrivals = 0
+        self._parting: dict[str, Request] = {}
+        """Requests that ended with the last step: their blocks are free, and unchanged until the next one."""
 
     @classmethod
     def load(
@@ -130,6 +133,15 @@ class Engine:
             self._scheduler.add(request)
         return _admitted(request, stored)
 
+    def cached_prefix(self, work: Work) -> int:
+        """Tokens of a prompt whose blocks the prefix cache has now."""
+        if not self._options.prefix_cache:
+            return 0
+        chain = Chain(work.kv_scope, BLOCK_SIZE)
+        wanted = (len(work.prompt) - 1) // BLOCK_SIZE
+        chain.extend(work.prompt, wanted)
+        return len(self._pool.find(chain.hashes)) * BLOCK_SIZE
+
     def cancel(self, request_id: str) -> bool:
         """Ends a request; its blocks are free on return, and the next step's output reports its end."""
         request = self._requests.get(request_id)
@@ -151,7 +163,7 @@ class Engine:
 
     def export_kv(self, request_id: str, choice: int, start: int, end: int) -> Tensor:
         """A copy of computed positions `[start, end)`: `[layers, 2, tokens, kv_heads, head_dim]`, on the CPU."""
-        request = self._requests.get(request_id)
+        request = self._requests.get(request_id) or self._parting.get(request_id)
         if request is None:
             raise InvalidWork(f"request {request_id} is not here")
         holder = request.choices[choice]
@@ -175,6 +187,7 @@ class Engine:
         begin_ns = time.monotonic_ns()
         ended, self._ended = self._ended, []
         self._release_retired()
+        self._parting = {}
         if not self._requests:
             return StepOutput(finished=tuple(ended))
         with torch.inference_mode():
@@ -220,8 +233,11 @@ class Engine:
         for name in events:
             request = self._requests[name]
             if request.ended:
-                self._drop(request, ended, cancelled=False)
-        live = tuple(s for s in sealed if s.request_id in self._requests)
+                self._part(request, ended)
+        # Of a request that is over only whole chunks are of use, to others.
+        live = tuple(
+            s for s in sealed if s.request_id in self._requests or (s.request_id in self._parting and not s.partial)
+        )
         return StepOutput(tokens, tuple(ended), errors, live)
 
     def _tell(self, request: Request, events: list[TokenEvent]) -> RequestTokens:
@@ -305,6 +321,15 @@ class Engine:
         error = NumericError(f"the model's output for {request.request_id} is not finite: nothing was sampled from it")
         return request.request_id, request.work.epoch, error
 
+    def _part(self, request: Request, ended: list[RequestEnd]) -> None:
+        """Ends a request whose last ranges may still be exported: no block is given away before the next step."""
+        tables = [choice.blocks for choice in request.choices]
+        self._drop(request, ended, cancelled=False)
+        if request.work.write_kv:
+            for choice, blocks in zip(request.choices, tables, strict=True):
+                choice.blocks = blocks
+            self._parting[request.request_id] = request
+
     def _drop(self, request: Request, ended: list[RequestEnd], *, cancelled: bool) -> None:
         ended.append(RequestEnd(request.request_id, request.work.epoch, request.seq, cancelled, request.cached_tokens))
         self._forget(request)
@@ -334,6 +359,8 @@ def _admitted(request: Request, stored: Usable) -> Admitted:
     loaded = stored.prompt + stored.steps
     resumed = bool(work.produced or work.prefill_ends or loaded)
     recomputed = max(0, len(request.prompt) + longest - loaded) if resumed else 0
+    if loaded and not work.produced and not work.prefill_ends:
+        return Admitted(work.request_id, work.epoch, loaded, 0, exact=True, detail="a stored prefix")
     if not resumed:
         return Admitted(work.request_id, work.epoch, loaded, 0, exact=True, detail="")
     if not work.prefill_ends:

@@ -19,7 +19,7 @@ from function_runtime.errors import KvError
 from function_runtime.kv.chunk import ChunkHead, open_chunk
 from function_runtime.kv.identity import Chain, KvIdentity
 from function_runtime.protocol import KvChunk, Work
-from model_loader.errors import LoaderError
+from model_loader.errors import LoaderError, MissingObject
 from model_loader.objects import ObjectStore
 
 
@@ -37,6 +37,10 @@ class Restoration:
 
     restored: RestoredKv | None
     misses: list[str] = field(default_factory=list)
+    sound: list[KvChunk] = field(default_factory=list)
+    """Those that are used."""
+    bad: list[tuple[KvChunk, str]] = field(default_factory=list)
+    """Those that are not what their records say, or not there at all; not those that only came too late."""
 
     @property
     def detail(self) -> str:
@@ -59,6 +63,7 @@ def read_kv(work: Work, identity: KvIdentity, store: ObjectStore, executor: Exec
     if runs[0]:
         lengths = tuple(plan[-1].chunk.end if plan else 0 for plan in plans)
         outcome.restored = RestoredKv(choices=runs, lengths=lengths)
+        outcome.sound = [candidate.chunk for plan in plans for candidate in plan]
     elif not outcome.misses:
         outcome.misses.append("no chunk begins at position 0")
     return outcome
@@ -149,6 +154,8 @@ def _read_all(
             except (KvError, LoaderError, OSError) as error:
                 failed.add(place)
                 outcome.misses.append(f"[{chunk.start}, {chunk.end}) of choice {chunk.choice}: {error}")
+                if isinstance(error, KvError | MissingObject):
+                    outcome.bad.append((chunk, str(error)))
     return failed
 
 

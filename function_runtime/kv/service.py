@@ -1,28 +1,41 @@
 """Durable KV of one replica: what the loop hands over is stored behind it, and read back before a request resumes.
 
-Runs on the loop's thread except for reading, encoding and storing, which helpers do; their results come back through
-the inbox. A request that is settled needs its KV no more: packs that hold nothing else are deleted.
-Limits: packs shared with requests of a replica that died stay for a sweep from outside.
+    write -> queue -> pack -> KvSealed            while a request is under way
+    finished -> the rule of `keeping` -> KvKept   when it is over: its whole chunks stay for whoever comes next
+    begin_ask -> KvKnown -> begin_read            before a prompt's first prefill: what others left is loaded
+
+Runs on the loop's thread except for waiting, reading, encoding and storing, which helpers do; their results come back
+through the inbox. A chunk that is in the store already is named, not written again. What this replica wrote and nobody
+counts on any more it deletes; everything else is left to the control plane's collection. Limits: a chunk is known to be
+stored for as long as `known` says.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Final
 
-from function_runtime.errors import KvError
+import msgspec
+
 from function_runtime.held import HeldRequest
 from function_runtime.inbox import Inbox
+from function_runtime.kv.asking import Asking
 from function_runtime.kv.chunk import ChunkHead
 from function_runtime.kv.identity import Chain, KvIdentity
-from function_runtime.kv.pack import read_entries
+from function_runtime.kv.keeping import Prefix, Speeds, decide
+from function_runtime.kv.known import Key, KnownChunks
+from function_runtime.kv.pace import Pace
 from function_runtime.kv.reader import Restoration, read_kv, sequences
+from function_runtime.kv.settings import KvReplicaSettings
 from function_runtime.kv.writer import KvWriter, Pending
-from function_runtime.protocol import KvChunk, KvSealed
+from function_runtime.protocol import KvAsk, KvBad, KvChunk, KvKept, KvKnown, KvSealed
 from function_runtime.serving import KvRead, Serving
 from model_loader.errors import LoaderError
 from model_loader.objects import ObjectStore, open_store
@@ -30,17 +43,27 @@ from model_loader.objects import ObjectStore, open_store
 READ_WITHIN_S: Final = 10.0
 _READERS: Final = 4
 _REQUESTS_AT_ONCE: Final = 4
+_ASKERS: Final = 32
+_KEPT_PACKS: Final = 65_536
 
 
 class _Written:
-    """What has been written for one request: its tokens and chains per choice, and the packs they lie in."""
+    """What has been stored for one request: its tokens and chains per choice, its whole chunks, the packs they lie
+    in."""
 
     def __init__(self, held: HeldRequest, identity: KvIdentity) -> None:
         self.held = held
         self.tokens = [list(tokens) for tokens in sequences(held.work)]
         self.chains = [Chain(identity, held.work.kv_scope) for _ in self.tokens]
         self.packs: set[str] = set()
+        self.chunks: dict[int, KvChunk] = {}
+        """Of choice 0, by start: the longest that is stored."""
+        self.waiting: dict[int, int] = {}
+        """Of choice 0, start -> end: handed to the writer, not stored yet."""
+        self.told_dropped = False
         self.settled = False
+        self.keeps_until = 0
+        """Chunks of choice 0 that end at or before this are kept though the request is over."""
         self._seen = 0
 
     def catch_up(self) -> None:
@@ -50,26 +73,119 @@ class _Written:
                 self.tokens[event.choice].append(event.token_id)
         self._seen = len(messages)
 
+    def wants(self, choice: int, end: int) -> bool:
+        return not self.settled or (choice == 0 and end <= self.keeps_until)
+
+
+@dataclass(eq=False, slots=True)
+class _Copy:
+    """One copy in the writer's queue, and every request that will name it: (request, choice)."""
+
+    key: Key
+    end: int
+    wanted_by: list[tuple[_Written, int]]
+
+    @property
+    def is_wanted(self) -> bool:
+        return any(written.wants(choice, self.end) for written, choice in self.wanted_by)
+
 
 class DurableKv:
-    def __init__(self, store_uri: str, identity: KvIdentity, inbox: Inbox, serving: Callable[[], Serving]) -> None:
+    def __init__(
+        self,
+        store_uri: str,
+        identity: KvIdentity,
+        inbox: Inbox,
+        serving: Callable[[], Serving],
+        *,
+        chunk_tokens: int = 32,
+        settings: KvReplicaSettings | None = None,
+        pace: Pace | None = None,
+    ) -> None:
         self._uri = store_uri
         self._identity = identity
+        self._chunk_tokens = chunk_tokens
         self._inbox = inbox
         self._serving = serving
         self._opened: ObjectStore | None = None
         self._open_lock = threading.Lock()
-        self._writer = KvWriter(self._store, self._told)
+        self._settings = settings or KvReplicaSettings.of(store_uri, os.environ)
+        self._writer = KvWriter(
+            self._store, self._told, linger_s=self._settings.linger_s, bytes_per_s=self._settings.bytes_per_s
+        )
+        self.pace = pace or Pace()
         self._requests = ThreadPoolExecutor(_REQUESTS_AT_ONCE, thread_name_prefix="kv-request")
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="kv-read")
+        self._askers = ThreadPoolExecutor(_ASKERS, thread_name_prefix="kv-ask")
+        self._asking = Asking()
+        self._known = KnownChunks(time.monotonic)
+        self._copies: dict[Key, _Copy] = {}
+        """What waits in the writer's queue."""
         self._written: dict[HeldRequest, _Written] = {}
         self._users: dict[str, set[HeldRequest]] = {}
+        self._own: dict[str, int] = {}
+        """Packs this replica wrote, with the bytes of their chunks."""
+        self._kept: dict[str, None] = {}
+        """Packs that were told to be kept: the index has them, they are not ours to delete."""
+        self._news: deque[tuple[_Copy, tuple[KvChunk, ...], str]] = deque()
+        self._named: dict[_Written, list[KvChunk]] = {}
+        self.deduplicated_chunks = 0
+
+    @property
+    def writer(self) -> KvWriter:
+        return self._writer
 
     def _store(self) -> ObjectStore:
         with self._open_lock:
             if self._opened is None:
                 self._opened = open_store(self._uri)
             return self._opened
+
+    def _of(self, held: HeldRequest) -> _Written:
+        written = self._written.get(held)
+        if written is None:
+            written = self._written[held] = _Written(held, self._identity)
+        written.catch_up()
+        return written
+
+    # --- asking ---------------------------------------------------------------------------------------------------
+
+    def may_continue(self, held: HeldRequest, cached_tokens: int) -> bool:
+        """Whether the index is asked before this request's first prefill: `cached_tokens` of it are here already."""
+        work = held.work
+        fresh = work.share_prefix and not work.kv and not work.produced and not work.prefill_ends
+        missing = len(work.prompt) // self._chunk_tokens * self._chunk_tokens - cached_tokens
+        return fresh and missing >= self._chunk_tokens and held.link is not None and self._asking.is_worthwhile
+
+    def begin_ask(self, held: HeldRequest) -> None:
+        written = self._of(held)
+        tokens, chain, size = written.tokens[0], written.chains[0], self._chunk_tokens
+        ends = range(size, len(held.work.prompt) + 1, size)
+        question = self._asking.ask(held)
+        held.tell(
+            KvAsk(
+                request_id=held.id,
+                epoch=held.epoch,
+                identity=self._identity.digest.hex(),
+                chains=tuple(chain.at(tokens, end).hex() for end in ends),
+            )
+        )
+
+        def wait() -> None:
+            chunks = self._asking.wait(held, question)
+            self._inbox.post(lambda: self._answered(held, chunks))
+
+        self._askers.submit(wait)
+
+    def hear(self, known: KvKnown) -> None:
+        self._asking.hear(known)
+
+    def _answered(self, held: HeldRequest, chunks: tuple[KvChunk, ...]) -> None:
+        if chunks and held.live:
+            held.work = msgspec.structs.replace(held.work, kv=chunks)
+            self.begin_read(held)
+        else:
+            self._serving().kv_read(held, KvRead(None, 0))
 
     # --- reading --------------------------------------------------------------------------------------------------
 
@@ -85,16 +201,67 @@ class DurableKv:
             outcome = Restoration(None, [f"{type(error).__name__}: {error}"])
         for miss in outcome.misses:
             print(f"kv miss request={held.id} {miss}", file=sys.stderr)
-        result = KvRead(outcome.restored, (time.monotonic_ns() - begin_ns) // 1000, outcome.detail)
-        self._inbox.post(lambda: self._serving().kv_read(held, result))
+        took_us = (time.monotonic_ns() - begin_ns) // 1000
+        result = KvRead(outcome.restored, took_us, outcome.detail)
+        if outcome.sound:
+            self.pace.read(sum(chunk.nbytes for chunk in outcome.sound), took_us / 1e6)
+
+        def arrive() -> None:
+            self.found(held, outcome.sound, outcome.bad)
+            self._serving().kv_read(held, result)
+
+        self._inbox.post(arrive)
+
+    def found(self, held: HeldRequest, sound: list[KvChunk], bad: list[tuple[KvChunk, str]]) -> None:
+        """What a read came to. Sound chunks are counted on from here on, and named again if the index spoke of them:
+        then the journal knows what the request was begun with. Bad ones are reported and not named any more."""
+        written = self._of(held)
+        begun_here = not held.work.produced and not held.work.prefill_ends
+        for chunk in sound:
+            self._known.add(chunk)
+            self._count_on(written, chunk)
+            if begun_here:
+                self._named.setdefault(written, []).append(chunk)
+        if self._named:
+            self._tell_named()
+        for chunk, reason in bad:
+            self._known.forget_pack(chunk.pack)
+            held.tell(KvBad(request_id=held.id, epoch=held.epoch, chunk=chunk, reason=reason))
 
     # --- writing --------------------------------------------------------------------------------------------------
 
+    def has_already(self, held: HeldRequest, choice: int, start: int, end: int) -> bool:
+        """Whether this range need not be copied: it is stored (and named here), or a copy of it waits to be."""
+        if end - start != self._chunk_tokens or start % self._chunk_tokens:
+            return False
+        written = self._of(held)
+        key = (written.chains[choice].at(written.tokens[choice], end), start)
+        copy = self._copies.get(key)
+        if copy is not None:
+            copy.wanted_by.append((written, choice))
+            if choice == 0:
+                written.waiting[start] = end
+            self.deduplicated_chunks += 1
+            return True
+        chunk = self._known.find(key, lambda pack: bool(self._users.get(pack)))
+        if chunk is None:
+            return False
+        self.deduplicated_chunks += 1
+        chunk = msgspec.structs.replace(chunk, choice=choice)
+        self._count_on(written, chunk)
+        if not self._named:
+            self._inbox.post(self._tell_named)
+        self._named.setdefault(written, []).append(chunk)
+        return True
+
+    def _tell_named(self) -> None:
+        named, self._named = self._named, {}
+        for written, chunks in named.items():
+            if not written.settled:
+                self._seal(written, tuple(chunks), "")
+
     def write(self, held: HeldRequest, choice: int, start: int, end: int, data: memoryview) -> None:
-        written = self._written.get(held)
-        if written is None:
-            written = self._written[held] = _Written(held, self._identity)
-        written.catch_up()
+        written = self._of(held)
         tokens, chain = written.tokens[choice], written.chains[choice]
         head = ChunkHead(
             identity=self._identity,
@@ -105,22 +272,61 @@ class DurableKv:
             end=end,
             tokens=tuple(tokens[start:end]),
         )
-        self._writer.put(Pending(written, choice, head, data, is_wanted=lambda: not written.settled))
+        copy = _Copy((head.chain, start), end, [(written, choice)])
+        self._copies[copy.key] = copy
+        if choice == 0:
+            written.waiting[start] = max(end, written.waiting.get(start, 0))
+        self._writer.put(Pending(copy, choice, head, data, is_wanted=lambda: copy.is_wanted))
 
     def _told(self, owner: Hashable, chunks: tuple[KvChunk, ...], dropped: str) -> None:
-        if isinstance(owner, _Written):
-            self._inbox.post(lambda: self._sealed(owner, chunks, dropped))
+        """From the writer's thread."""
+        if isinstance(owner, _Copy):
+            self._news.append((owner, chunks, dropped))
+            if len(self._news) == 1:
+                self._inbox.post(self._hear_writer)
 
-    def _sealed(self, written: _Written, chunks: tuple[KvChunk, ...], dropped: str) -> None:
-        held = written.held
-        for chunk in chunks:
-            written.packs.add(chunk.pack)
-            self._users.setdefault(chunk.pack, set()).add(held)
+    def _hear_writer(self) -> None:
+        sealed: dict[_Written, list[KvChunk]] = {}
+        kept: dict[_Written, list[KvChunk]] = {}
+        unused: set[str] = set()
+        while self._news:
+            copy, chunks, dropped = self._news.popleft()
+            if self._copies.get(copy.key) is copy:
+                del self._copies[copy.key]
+            for written, choice in copy.wanted_by:
+                if choice == 0 and written.waiting.get(copy.key[1]) == copy.end:
+                    del written.waiting[copy.key[1]]
+                if dropped and not written.told_dropped and not written.settled:
+                    written.told_dropped = True
+                    self._seal(written, (), dropped)
+            for chunk in chunks:
+                self._own[chunk.pack] = self._own.get(chunk.pack, 0) + chunk.nbytes
+                self._known.add(chunk)
+                unused.add(chunk.pack)
+                for written, choice in copy.wanted_by:
+                    named = msgspec.structs.replace(chunk, choice=choice)
+                    if not written.settled:
+                        self._count_on(written, named)
+                        sealed.setdefault(written, []).append(named)
+                    if choice == 0 and chunk.end <= written.keeps_until:
+                        kept.setdefault(written, []).append(named)
+        for written, found in sealed.items():
+            self._seal(written, tuple(found), "")
+        for written, found in kept.items():
+            self._keep(written, found, "stored after the request was over")
+        self._delete_unused(unused)
+
+    def _count_on(self, written: _Written, chunk: KvChunk) -> None:
         if written.settled:
-            self._abandon(written)
-        else:
-            message = KvSealed(request_id=held.id, epoch=held.epoch, chunks=chunks, dropped=dropped)
-            self._serving().kv_sealed(held, message)
+            return
+        written.packs.add(chunk.pack)
+        self._users.setdefault(chunk.pack, set()).add(written.held)
+        if chunk.choice == 0 and (chunk.start not in written.chunks or chunk.end >= written.chunks[chunk.start].end):
+            written.chunks[chunk.start] = chunk
+
+    def _seal(self, written: _Written, chunks: tuple[KvChunk, ...], dropped: str) -> None:
+        held = written.held
+        self._serving().kv_sealed(held, KvSealed(request_id=held.id, epoch=held.epoch, chunks=chunks, dropped=dropped))
 
     def flush(self, within_s: float) -> None:
         if not self._writer.flush(within_s):
@@ -128,25 +334,91 @@ class DurableKv:
 
     # --- the end --------------------------------------------------------------------------------------------------
 
+    def finished(self, held: HeldRequest) -> None:
+        """Called before the end is told: what is to be kept is known to the gateway before it writes the outcome."""
+        self.pace.computed(len(held.work.prompt) - held.cached_tokens, held.prefill_us)
+        written = self._written.get(held)
+        if written is None or not held.work.share_prefix or held.work.reuse.probability <= 0:
+            return
+        written.catch_up()
+        stored: list[KvChunk] = []
+        new: list[tuple[int, int]] = []
+        position = 0
+        while True:
+            chunk = written.chunks.get(position)
+            end = chunk.end if chunk is not None else written.waiting.get(position, 0)
+            if end - position != self._chunk_tokens:
+                break
+            if chunk is not None:
+                stored.append(chunk)
+            if chunk is None or (chunk.pack in self._own and chunk.pack not in self._kept):
+                new.append((position, end))
+            position = end
+        if not position:
+            return
+        nbytes = self._identity.layout.nbytes_per_token * sum(end - start for start, end in new)
+        prefix = Prefix(
+            tokens=sum(end - start for start, end in new),
+            nbytes=nbytes,
+            packs=len({c.pack for c in stored}) + (1 if len(stored) * self._chunk_tokens < position else 0),
+            name=written.chains[0].at(written.tokens[0], position),
+        )
+        reuse = held.work.reuse
+        speeds = Speeds(self.pace.token_us, *self.pace.reading)
+        choice = decide(prefix, reuse.probability, reuse.device_microusd_per_hour, speeds, self._settings.prices)
+        if choice.keep:
+            written.keeps_until = position
+            self._keep(written, stored, choice.reason)
+        elif new:
+            self._tell_kept(held, (), {}, choice.reason)
+
+    def _keep(self, written: _Written, chunks: list[KvChunk], reason: str) -> None:
+        if not chunks:
+            return
+        packs = {c.pack: self._own[c.pack] for c in chunks if c.pack in self._own and c.pack not in self._kept}
+        for chunk in chunks:
+            self._kept[chunk.pack] = None
+        while len(self._kept) > _KEPT_PACKS:
+            del self._kept[next(iter(self._kept))]
+        self._tell_kept(written.held, tuple(chunks), packs, reason)
+
+    def _tell_kept(self, held: HeldRequest, chunks: tuple[KvChunk, ...], packs: dict[str, int], reason: str) -> None:
+        held.tell(
+            KvKept(
+                request_id=held.id,
+                epoch=held.epoch,
+                identity=self._identity.digest.hex(),
+                chunks=chunks,
+                packs=packs,
+                token_us=round(self.pace.token_us, 3),
+                reason=reason,
+            )
+        )
+
     def release(self, held: HeldRequest) -> None:
         written = self._written.pop(held, None)
-        if written is not None:
-            written.settled = True
-            self._abandon(written)
-        if held.work.kv:
-            self._requests.submit(self._delete_inherited, held.work.kv)
-
-    def _abandon(self, written: _Written) -> None:
-        unused: list[str] = []
+        if written is None:
+            return
+        written.settled = True
         for pack in written.packs:
-            users = self._users.get(pack, set())
-            users.discard(written.held)
-            if not users:
-                self._users.pop(pack, None)
-                unused.append(pack)
+            users = self._users.get(pack)
+            if users is not None:
+                users.discard(held)
+                if not users:
+                    del self._users[pack]
+        self._delete_unused(written.packs)
         written.packs = set()
-        if unused:
-            self._requests.submit(self._delete, unused)
+
+    def _delete_unused(self, packs: set[str]) -> None:
+        """Those of these that this replica wrote, that no request of it counts on, and that were not kept."""
+        unused = [p for p in packs if p in self._own and p not in self._users]
+        for pack in unused:
+            del self._own[pack]
+        gone = [pack for pack in unused if pack not in self._kept]
+        for pack in gone:
+            self._known.forget_pack(pack)
+        if gone:
+            self._requests.submit(self._delete, gone)
 
     def _delete(self, packs: list[str]) -> None:
         for pack in packs:
@@ -155,17 +427,8 @@ class DurableKv:
             except (LoaderError, OSError) as error:
                 print(f"kv pack {pack} not deleted: {error}", file=sys.stderr)
 
-    def _delete_inherited(self, chunks: tuple[KvChunk, ...]) -> None:
-        """Packs of an earlier replica, where they hold this request's chunks and nothing else."""
-        known = {chunk.digest for chunk in chunks}
-        for pack in {chunk.pack for chunk in chunks}:
-            try:
-                if known >= {entry.digest for entry in read_entries(self._store(), pack)}:
-                    self._store().delete(pack)
-            except (KvError, LoaderError, OSError):
-                continue
-
     def close(self) -> None:
         self._writer.close()
+        self._askers.shutdown(wait=False, cancel_futures=True)
         self._requests.shutdown(wait=True, cancel_futures=False)
         self._readers.shutdown(wait=False, cancel_futures=True)

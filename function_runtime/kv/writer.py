@@ -1,8 +1,9 @@
 """Writes KV behind the engine: copies are queued, a thread encodes them and stores them in packs.
 
-A pack is written when enough is queued, when the oldest entry is `LINGER_S` old, or on `flush`; it holds chunks of
-one scope. The queue is bounded in bytes; what does not fit, and what cannot be stored, is dropped and reported.
-Limits: best effort and no retry: KV that is not there is computed again.
+A pack is written when enough is queued, when the oldest entry has lingered, or on `flush`; it holds chunks of one
+scope. The queue is bounded in bytes, the upload in bytes per second (not while a flush or the end waits for it). A
+store that fails stops writing behind, never the engine: what is queued then is dropped until a pause has passed and one
+pack goes through again; either turn is told once. Limits: best effort: KV that is not there is computed again.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from function_runtime.errors import KvError
+from function_runtime.kv.bandwidth import Bandwidth
 from function_runtime.kv.chunk import ChunkHead, encode_chunk
-from function_runtime.kv.pack import build_pack
+from function_runtime.kv.pack import MAX_CHUNKS, build_pack
 from function_runtime.protocol import KvChunk
 from model_loader.errors import LoaderError
 from model_loader.objects import ObjectStore
@@ -26,6 +28,9 @@ LINGER_S: Final = 0.1
 PACK_BYTES: Final = 16 * 1024 * 1024
 MAX_PACK_BYTES: Final = 64 * 1024 * 1024
 MAX_QUEUED_BYTES: Final = 256 * 1024 * 1024
+FIRST_PAUSE_S: Final = 1.0
+LONGEST_PAUSE_S: Final = 60.0
+"""A store that failed is tried again after a pause that doubles."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +46,23 @@ class Pending:
     queued_s: float = field(default_factory=time.monotonic)
 
 
+@dataclass(slots=True)
+class WriterCounts:
+    packs: int = 0
+    chunks: int = 0
+    nbytes: int = 0
+    dropped_chunks: int = 0
+    dropped_bytes: int = 0
+    failures: int = 0
+    """Writes that the store refused."""
+    cpu_us: int = 0
+    """CPU time of the writer's thread: hashing, checksums, handing bytes to the store."""
+
+
 class KvWriter:
-    """`tell(owner, chunks, dropped)` is called from the writer's thread: with chunks that are stored now, or with why
-    some were dropped. `durable`: whether a pack must survive a power cut. The store is opened at the first write."""
+    """`tell(owner, chunks, dropped)` is called from the writer's thread (`put` may call it from its caller's): with
+    chunks that are stored now, or with why some were dropped. `durable`: whether a pack must survive a power cut.
+    The store is opened at the first write."""
 
     def __init__(
         self,
@@ -51,10 +70,16 @@ class KvWriter:
         tell: Callable[[Hashable, tuple[KvChunk, ...], str], None],
         *,
         durable: bool = False,
+        linger_s: float = LINGER_S,
+        bytes_per_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._open_store = open_store
         self._tell = tell
         self._durable = durable
+        self._linger_s = linger_s
+        self._clock = clock
+        self._bandwidth = Bandwidth(bytes_per_s, clock())
         self._condition = threading.Condition()
         self._queue: deque[Pending] = deque()
         self._queued_bytes = 0
@@ -62,11 +87,21 @@ class KvWriter:
         self._hurry = False
         self._closed = False
         self._thread: threading.Thread | None = None
+        self._stopped = ""
+        """Why nothing is written now; empty while the store works."""
+        self._pause_s = FIRST_PAUSE_S
+        self._again_s = 0.0
+        self.counts = WriterCounts()
+
+    @property
+    def stopped(self) -> str:
+        return self._stopped
 
     def put(self, pending: Pending) -> None:
         nbytes = len(pending.data)
         with self._condition:
-            if self._queued_bytes + nbytes <= MAX_QUEUED_BYTES and not self._closed:
+            refused = self._refusal(nbytes)
+            if not refused:
                 self._queue.append(pending)
                 self._queued_bytes += nbytes
                 self._condition.notify_all()
@@ -74,7 +109,21 @@ class KvWriter:
                     self._thread = threading.Thread(target=self._run, name="kv-writer", daemon=True)
                     self._thread.start()
                 return
-        self._tell(pending.owner, (), f"the queue of KV to be stored is full ({self._queued_bytes} bytes)")
+            self._drop(1, nbytes)
+        self._tell(pending.owner, (), refused)
+
+    def _refusal(self, nbytes: int) -> str:
+        if self._closed:
+            return "this replica is ending"
+        if self._stopped and self._clock() < self._again_s:
+            return f"write-behind is stopped: {self._stopped}"
+        if self._queued_bytes + nbytes > MAX_QUEUED_BYTES:
+            return f"the queue of KV to be stored is full ({self._queued_bytes} bytes)"
+        return ""
+
+    def _drop(self, chunks: int, nbytes: int) -> None:
+        self.counts.dropped_chunks += chunks
+        self.counts.dropped_bytes += nbytes
 
     def flush(self, within_s: float) -> bool:
         """Waits until everything queued is stored or dropped; False if the time was over first."""
@@ -95,18 +144,41 @@ class KvWriter:
     def _run(self) -> None:
         store: ObjectStore | None = None
         while batch := self._next_batch():
+            nbytes = sum(len(pending.data) for pending in batch)
+            began_ns = time.thread_time_ns()
             try:
                 store = store or self._open_store()
-                self._store(store, batch)
+                written = self._store(store, batch)
+                self._went_well(written)
             except (KvError, LoaderError, OSError) as error:
-                print(f"kv write failed: {error}", file=sys.stderr, flush=True)
-                for owner in {pending.owner for pending in batch}:
-                    self._tell(owner, (), str(error))
+                self._failed(batch, nbytes, error)
             finally:
+                self.counts.cpu_us += (time.thread_time_ns() - began_ns) // 1000
                 with self._condition:
                     self._writing = False
-                    self._queued_bytes -= sum(len(pending.data) for pending in batch)
+                    self._queued_bytes -= nbytes
                     self._condition.notify_all()
+
+    def _went_well(self, nbytes: int) -> None:
+        if nbytes:
+            self._bandwidth.spend(nbytes, self._clock())
+            if self._stopped:
+                print("kv write-behind goes on: the store takes packs again", file=sys.stderr, flush=True)
+            self._stopped, self._pause_s = "", FIRST_PAUSE_S
+
+    def _failed(self, batch: list[Pending], nbytes: int, error: Exception) -> None:
+        self.counts.failures += 1
+        with self._condition:
+            if not self._stopped:
+                print(f"kv write-behind stops, serving goes on: {error}", file=sys.stderr, flush=True)
+            self._stopped = str(error) or type(error).__name__
+            self._again_s = self._clock() + self._pause_s
+            self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
+            waiting, self._queue = list(self._queue), deque()
+            self._queued_bytes -= sum(len(pending.data) for pending in waiting)
+            self._drop(len(batch) + len(waiting), nbytes + sum(len(pending.data) for pending in waiting))
+        for owner in dict.fromkeys(pending.owner for pending in (*batch, *waiting)):
+            self._tell(owner, (), str(error))
 
     def _next_batch(self) -> list[Pending]:
         """Entries of one scope for one pack, once they are due. Empty when closed and nothing is left."""
@@ -117,16 +189,20 @@ class KvWriter:
                         return []
                     self._condition.wait()
                     continue
-                due_in_s = self._queue[0].queued_s + LINGER_S - time.monotonic()
-                if due_in_s <= 0 or self._hurry or self._closed or self._queued_bytes >= PACK_BYTES:
+                if self._hurry or self._closed:
                     break
-                self._condition.wait(due_in_s)
+                now_s = self._clock()
+                due_s = 0.0 if self._queued_bytes >= PACK_BYTES else self._queue[0].queued_s + self._linger_s - now_s
+                wait_s = max(due_s, self._bandwidth.wait_s(now_s))
+                if wait_s <= 0:
+                    break
+                self._condition.wait(wait_s)
             scope, size = self._queue[0].head.scope, 0
             batch: list[Pending] = []
             rest: deque[Pending] = deque()
             for pending in self._queue:
-                fits = pending.head.scope == scope and (not batch or size + len(pending.data) <= MAX_PACK_BYTES)
-                if fits:
+                fits = not batch or size + len(pending.data) <= MAX_PACK_BYTES
+                if pending.head.scope == scope and fits and len(batch) < MAX_CHUNKS:
                     batch.append(pending)
                     size += len(pending.data)
                 else:
@@ -135,12 +211,16 @@ class KvWriter:
             self._writing = True
             return batch
 
-    def _store(self, store: ObjectStore, batch: list[Pending]) -> None:
+    def _store(self, store: ObjectStore, batch: list[Pending]) -> int:
+        """Bytes written."""
         wanted = [pending for pending in batch if pending.is_wanted()]
         if not wanted:
-            return
+            return 0
         pack = build_pack([(pending.head.chain, encode_chunk(pending.head, pending.data)) for pending in wanted])
-        store.put(pack.key, *pack.parts, durable=self._durable)
+        nbytes = store.put(pack.key, *pack.parts, durable=self._durable)
+        self.counts.packs += 1
+        self.counts.chunks += len(wanted)
+        self.counts.nbytes += nbytes
         chunks: dict[Hashable, list[KvChunk]] = {}
         for pending, entry in zip(wanted, pack.entries, strict=True):
             chunk = KvChunk(
@@ -152,7 +232,9 @@ class KvWriter:
                 nbytes=entry.nbytes,
                 digest=entry.digest,
                 chain=pending.head.chain.hex(),
+                parent=pending.head.parent.hex(),
             )
             chunks.setdefault(pending.owner, []).append(chunk)
         for owner, stored in chunks.items():
             self._tell(owner, tuple(stored), "")
+        return nbytes

@@ -157,6 +157,13 @@ class KvKept(Message, frozen=True):
     epoch: int
     identity: str
     chunks: tuple[KvChunk, ...]
+    """Empty where the rule says that keeping costs more than it saves."""
+    packs: dict[str, int] = {}
+    """Bytes of the objects that hold them, where the replica wrote them."""
+    token_us: float = 0.0
+    """Measured microseconds of prefill per token: what a reuse saves."""
+    reason: str = ""
+    """Why they are kept, or why not."""
 
 
 class KvBad(Message, frozen=True):

@@ -110,6 +110,15 @@ class KvChunk(Value, frozen=True):
     """raw, or a lossy form (fp8, int4) that serves shared prefixes only."""
 
 
+class Reuse(Value, frozen=True):
+    """What the gateway knows about the worth of keeping this request's KV when it is over."""
+
+    probability: float = 0.0
+    """That somebody asks for a continuation of its tokens again; 0: nothing is kept."""
+    device_microusd_per_hour: int = 0
+    """What the device time costs that a reuse saves."""
+
+
 class Work(Value, frozen=True):
     """Everything a replica needs to carry a request on from any point: the resume record."""
 
@@ -132,6 +141,7 @@ class Work(Value, frozen=True):
     """A resume may recompute in whatever schedule is quickest; otherwise in the original one (exact)."""
     share_prefix: bool = True
     """Stored prefixes of the same scope may be used, and this request's prompt may become one."""
+    reuse: Reuse = Reuse()
     kv_key: bytes = b""
     """Key (AES-256) the request's KV is sealed with at rest; empty: not sealed. Held in memory only."""
 

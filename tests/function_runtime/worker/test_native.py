@@ -17,10 +17,15 @@ from function_runtime.protocol import (
     Accepted,
     Failed,
     Finished,
+    KvAsk,
+    KvBad,
     KvChunk,
+    KvKept,
+    KvKnown,
     KvSealed,
     ReplicaState,
     ReplicaStatus,
+    Reuse,
     TokenEvent,
     Tokens,
     Work,
@@ -169,14 +174,16 @@ def test_kv_of_a_settled_request_is_deleted(native_agent: AgentProcess, tiny_mod
     first = native_agent.ready(tiny_model.spec(tmp_path))
     link = native_agent.connect(first)
     request = interrupted(link, SAMPLINGS["greedy"], 30)
-    assert list(tmp_path.glob("kv/packs/*/*"))
+    inherited = set(tmp_path.glob("kv/packs/*/*"))
+    assert inherited
     kill(native_agent, first)
     second = native_agent.ready(tiny_model.spec(tmp_path))
     with native_agent.connect(second) as successor:
         resumed = successor.submit(resume_of(link, request, 30, chunks_of(link, request)))
         successor.outcome(resumed)
         successor.settle(resumed)
-        wait_for(lambda: not list(tmp_path.glob("kv/packs/*/*")), 10, "the packs' end")
+        # What an earlier replica wrote may be another's by now: collection decides about it.
+        wait_for(lambda: set(tmp_path.glob("kv/packs/*/*")) == inherited, 10, "the end of its own packs")
     end(native_agent, second)
 
 
@@ -264,3 +271,67 @@ def test_the_pool_can_be_warmed_ahead(native_agent: AgentProcess, tiny_model: Ti
     with pytest.raises(AgentError) as refused:
         native_agent.call("POST", "/v1/pool/warm", {**body, "manifest_path": "/nowhere/manifest.json"})
     assert refused.value.status == 422 and "model_not_found" in refused.value.body
+
+
+def kept_of(link: ReplicaLink, request: Work) -> tuple[KvChunk, ...]:
+    said = [m for m in link.said if isinstance(m, KvKept) and m.request_id == request.request_id]
+    return tuple(chunk for message in said for chunk in message.chunks)
+
+
+def test_a_prompt_that_another_replica_computed_is_loaded_by_the_next_cold_one(
+    native_agent: AgentProcess, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    worth_it = Reuse(probability=1.0, device_microusd_per_hour=10**12)
+    first = native_agent.ready(tiny_model.spec(tmp_path))
+    with native_agent.connect(first) as link:
+        whole = undisturbed(link, SAMPLINGS["greedy"])
+        request = link.submit(request_of(SAMPLINGS["greedy"], reuse=worth_it))
+        link.outcome(request)
+        link.settle(request)
+        wait_for(lambda: link.receive() and len(kept_of(link, request)) >= 4, 20, "kept chunks")
+        kept = kept_of(link, request)
+    assert [chunk.start for chunk in kept][:2] == [0, 32] and all(c.end - c.start == 32 for c in kept)
+    end(native_agent, first)
+    second = native_agent.ready(tiny_model.spec(tmp_path))
+    with native_agent.connect(second) as link:
+        request = link.submit(request_of(SAMPLINGS["greedy"]))
+        asked = link.next(KvAsk)
+        assert list(asked.chains) == [chunk.chain for chunk in kept[: len(asked.chains)]]
+        link.send(KvKnown(request.request_id, request.epoch, kept[: len(asked.chains)]))
+        accepted = link.next(Accepted)
+        assert accepted.loaded_tokens == len(PROMPT) // 32 * 32 and accepted.exact
+        assert link.outcome(request).cached_tokens == accepted.loaded_tokens
+        assert [event.token_id for _, event in link.tokens(request)] == [event.token_id for _, event in whole]
+        # The journal is told what the request was begun with, so that a resume can begin with the same.
+        assert {chunk.digest for chunk in kept[: len(asked.chains)]} <= {c.digest for c in chunks_of(link, request)}
+    end(native_agent, second)
+
+
+@pytest.mark.parametrize("answer", ["none", "late", "another byte"])
+def test_without_a_usable_answer_a_prompt_is_computed(
+    native_agent: AgentProcess, tiny_model: TinyModel, tmp_path: Path, answer: str
+) -> None:
+    status = native_agent.ready(tiny_model.spec(tmp_path))
+    with native_agent.connect(status) as link:
+        request = link.submit(request_of(SAMPLINGS["greedy"], share_prefix=False))
+        link.outcome(request)
+        known = [event for _, event in link.tokens(request)]
+        wait_for(lambda: stored_end(link, request) >= len(PROMPT) or link.receive() is None, 20, "stored KV")
+        chunks = sorted((c for c in chunks_of(link, request) if c.end in (32, 64)), key=lambda c: c.start)
+        again = link.submit(request_of(SAMPLINGS["greedy"]))
+        link.next(KvAsk)
+        if answer == "another byte":
+            path = tmp_path / chunks[0].pack
+            raw = bytearray(path.read_bytes())
+            raw[chunks[0].offset + chunks[0].nbytes // 2] ^= 1
+            path.write_bytes(raw)
+            link.send(KvKnown(again.request_id, again.epoch, tuple(chunks)))
+            bad = link.next(KvBad)
+            assert bad.chunk == chunks[0] and "digest" in bad.reason
+        elif answer == "none":
+            link.send(KvKnown(again.request_id, again.epoch))
+        accepted = link.next(Accepted)
+        assert accepted.loaded_tokens == 0
+        assert link.outcome(again).cached_tokens == 0
+        assert [event for _, event in link.tokens(again)] == known
+    end(native_agent, status)

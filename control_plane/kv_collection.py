@@ -1,0 +1,301 @@
+"""Letting stored KV go: what nothing leads to, what is not worth its bytes, what is over quota, what nobody names.
+
+    decide -> retire (one transaction) -> a grace in which nobody names it -> claim -> delete the object -> forget
+
+A pack that any unfinished request names is not deleted however it stands, and its grace begins anew. The grace is
+longer than a replica remembers a name and far longer than a read may take, so nothing is deleted under a reader. Each
+arrow is one transaction or one idempotent deletion: a kill anywhere leaves what the next run carries on. Several
+gateways may collect at once; a claim has one winner. Limits: decides over one tenant's chunks in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Final
+
+from control_plane import statements as sql
+from control_plane.database import Connection, Database
+from control_plane.history import decode_chunks
+from control_plane.journal import Journal
+from control_plane.kv_index import now_us, retire
+from control_plane.kv_lifetimes import OVER_QUOTA, UNREACHABLE, WORTHLESS, Departures, Limits, StoredChunk, departures
+from control_plane.settings import KvSettings
+from model_loader.errors import LoaderError
+
+if TYPE_CHECKING:
+    from model_loader.objects import ObjectInfo, ObjectStore
+
+logger = logging.getLogger(__name__)
+
+PACKS: Final = "kv/packs/"
+BATCH: Final = 200
+"""Packs per deletion round."""
+
+
+@dataclass(slots=True)
+class Collected:
+    """What was done, summed over the life of this process or of one run."""
+
+    unreachable_chunks: int = 0
+    worthless_chunks: int = 0
+    over_quota_chunks: int = 0
+    retired_packs: int = 0
+    deleted_packs: int = 0
+    deleted_bytes: int = 0
+    orphans: int = 0
+    """Packs in the store that nothing named."""
+    orphan_bytes: int = 0
+    lost_packs: int = 0
+    """Packs of the index that were not in the store."""
+    failures: int = 0
+    """Deletions that the store refused; they are tried again."""
+
+    def add(self, other: Collected) -> None:
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+
+class KvCollection:
+    def __init__(
+        self,
+        database: Database,
+        journal: Journal,
+        settings: KvSettings,
+        store_uri: str,
+        clock_us: Callable[[], int] = now_us,
+    ) -> None:
+        self._database = database
+        self._journal = journal
+        self._settings = settings
+        self._store_uri = store_uri
+        self._clock_us = clock_us
+        self._store: ObjectStore | None = None
+        self._busy = asyncio.Lock()
+        self._looked_s: float | None = None
+        self.total = Collected()
+
+    async def sweep(self) -> Collected:
+        """What upkeep does now and then; the store is listed for orphans only every `orphan_s`."""
+        now_s = time.monotonic()
+        if self._looked_s is None:
+            self._looked_s = now_s
+        look = now_s - self._looked_s >= self._settings.orphan_s
+        if look:
+            self._looked_s = now_s
+        return await self.collect(orphans=look)
+
+    async def collect(self, *, orphans: bool = True) -> Collected:
+        """All of it once. What was retired just now is deleted by a run a grace later."""
+        async with self._busy:
+            done = Collected()
+            try:
+                await self._retire_over(done)
+                await self._evict(done)
+                if orphans:
+                    await self._find_orphans(done)
+                await self._delete_due(done)
+            finally:
+                self.total.add(done)
+            if done != Collected():
+                told = " ".join(f"{f.name}={getattr(done, f.name)}" for f in fields(done) if getattr(done, f.name))
+                logger.info("event=kv_collected %s", told)
+            return done
+
+    # --- retire ---
+
+    async def _retire_over(self, done: Collected) -> None:
+        """Packs of requests that are over, where the index does not have them."""
+        retired = await self._journal.retired_kv()
+        if not retired.rows:
+            return
+
+        def run(connection: Connection) -> int:
+            now = self._clock_us()
+            count = 0
+            for pack in retired.packs:
+                row = connection.execute("SELECT 1 FROM kv_packs WHERE pack = :pack", {"pack": pack}).fetchone()
+                if row is None:
+                    count += retire(connection, pack, 0, "", "its request is over", now)
+            return count
+
+        done.retired_packs += await self._database.write(run)
+        await self._journal.forget_kv(retired)
+
+    async def _evict(self, done: Collected) -> None:
+        for tenant in await self._tenants():
+            await self._evict_of(tenant, done)
+
+    async def _tenants(self) -> list[str]:
+        def run(connection: Connection) -> list[Any]:
+            return connection.execute("SELECT DISTINCT tenant FROM kv_packs WHERE state = 'live'").fetchall()
+
+        return [str(tenant) for (tenant,) in await self._database.read(run)]
+
+    async def _evict_of(self, tenant: str, done: Collected) -> None:
+        def read(connection: Connection) -> tuple[list[Any], list[Any]]:
+            values = {"tenant": tenant}
+            return (
+                connection.execute(_CHUNKS, values).fetchall(),
+                connection.execute(_LIVE_PACKS, values).fetchall(),
+            )
+
+        rows, packs = await self._database.read(read)
+        chunks = [StoredChunk((row[0], row[1], row[2]), *row[3:]) for row in rows]
+        limits = Limits(self._settings.quota_bytes, self._settings.storage_microusd_per_gib_month)
+        sizes = {str(pack): int(nbytes) for pack, nbytes in packs}
+        going = await asyncio.to_thread(departures, chunks, sizes, limits, self._clock_us())
+        if not going.chunks and not going.packs:
+            return
+        done.retired_packs += await self._database.write(lambda connection: self._leave(connection, tenant, going))
+        done.unreachable_chunks += going.count(UNREACHABLE)
+        done.worthless_chunks += going.count(WORTHLESS)
+        done.over_quota_chunks += going.count(OVER_QUOTA)
+
+    def _leave(self, connection: Connection, tenant: str, going: Departures) -> int:
+        """Chunks may have been added meanwhile: a pack is retired only when nothing of the index is left in it, and
+        what then continues a chunk that went is found unreachable by the next run."""
+        now = self._clock_us()
+        names = [{"identity": n[0], "scope": n[1], "chain": n[2]} for n in going.chunks]
+        connection.executemany(
+            "DELETE FROM kv_chunks WHERE identity = :identity AND scope = :scope AND chain = :chain", names
+        )
+        count = 0
+        for pack, reason in going.packs.items():
+            held = connection.execute("SELECT 1 FROM kv_chunks WHERE pack = :pack LIMIT 1", {"pack": pack}).fetchone()
+            if held is None:
+                count += retire(connection, pack, 0, tenant, reason, now)
+        return count
+
+    # --- what nothing names ---
+
+    async def _find_orphans(self, done: Collected) -> None:
+        listed = await asyncio.to_thread(self._list)
+        before_us = self._clock_us() - round(self._settings.grace_s * 1e6)
+
+        def read(connection: Connection) -> tuple[dict[str, tuple[str, int]], set[str]]:
+            rows = connection.execute("SELECT pack, state, created_us FROM kv_packs").fetchall()
+            named = connection.execute("SELECT chunks FROM request_kv").fetchall()
+            known = {str(pack): (str(state), int(created)) for pack, state, created in rows}
+            return known, {chunk.pack for (payload,) in named for chunk in decode_chunks(payload)}
+
+        # NOTE: read after the list: what was written and named in between is named, not an orphan.
+        known, named = await self._database.read(read)
+        orphans = [
+            info
+            for key, info in listed.items()
+            if key not in known and key not in named and getattr(info, "modified_s", 0.0) * 1e6 < before_us
+        ]
+        lost = [
+            key
+            for key, (state, created) in known.items()
+            if state == "live" and created < before_us and key not in listed
+        ]
+        sizes = [{"pack": key, "nbytes": info.nbytes} for key, info in listed.items() if key in known]
+
+        def run(connection: Connection) -> None:
+            now = self._clock_us()
+            for info in orphans:
+                retire(connection, info.key, info.nbytes, "", "nothing names it", now)
+            connection.executemany(_SIZE, sizes)
+            connection.executemany(_LOSE, [{"pack": key, "now": now} for key in lost])
+
+        if orphans or lost or sizes:
+            await self._database.write(run)
+        done.orphans += len(orphans)
+        done.orphan_bytes += sum(info.nbytes for info in orphans)
+        done.lost_packs += len(lost)
+
+    def _list(self) -> dict[str, ObjectInfo]:
+        return {info.key: info for info in self._opened().list(PACKS)}
+
+    # --- delete ---
+
+    async def _delete_due(self, done: Collected) -> None:
+        now = self._clock_us()
+        values = {
+            "retired": now - round(self._settings.grace_s * 1e6),
+            "quarantined": now - round(self._settings.quarantine_s * 1e6),
+            "limit": BATCH,
+        }
+
+        def read(connection: Connection) -> tuple[list[Any], set[str]]:
+            due = connection.execute(_DUE, values).fetchall()
+            if not due:
+                return [], set()
+            live = connection.execute(sql.LIVE_KV).fetchall()
+            return due, {chunk.pack for (payload,) in live for chunk in decode_chunks(payload)}
+
+        due, named = await self._database.read(read)
+
+        def claim(connection: Connection) -> list[tuple[str, int]]:
+            claimed: list[tuple[str, int]] = []
+            for pack, state, nbytes, changed_us in due:
+                seen = {"pack": pack, "state": state, "changed": changed_us, "now": now}
+                if pack in named and state != "deleting":
+                    connection.execute(_NAMED_AGAIN, seen)
+                elif connection.execute(_CLAIM, seen).rowcount == 1:
+                    connection.execute("DELETE FROM kv_chunks WHERE pack = :pack", {"pack": pack})
+                    claimed.append((str(pack), int(nbytes)))
+            return claimed
+
+        if not due:
+            return
+        gone = await asyncio.to_thread(self._delete, await self._database.write(claim), done)
+        rows = [{"pack": pack} for pack in gone]
+        await self._database.write(
+            lambda connection: (
+                connection.executemany("DELETE FROM kv_packs WHERE pack = :pack AND state = 'deleting'", rows).rowcount
+            )
+        )
+
+    def _delete(self, packs: list[tuple[str, int]], done: Collected) -> list[str]:
+        gone: list[str] = []
+        for pack, nbytes in packs:
+            try:
+                self._opened().delete(pack)
+            except (LoaderError, OSError) as error:
+                done.failures += 1
+                logger.warning("event=kv_not_deleted pack=%s error=%s", pack, error)
+                continue
+            gone.append(pack)
+            done.deleted_packs += 1
+            done.deleted_bytes += nbytes
+        return gone
+
+    def _opened(self) -> ObjectStore:
+        if self._store is None:
+            from model_loader.objects import open_store
+
+            self._store = open_store(self._store_uri)
+        return self._store
+
+
+_CHUNKS: Final = """
+SELECT c.identity, c.scope, c.chain, c.parent, c.first_token, c.pack, c.nbytes, c.saved_us, c.price_microusd_per_hour,
+    c.uses, c.created_us
+FROM kv_chunks c JOIN kv_packs p ON p.pack = c.pack WHERE p.state = 'live' AND p.tenant = :tenant"""
+
+_LIVE_PACKS: Final = "SELECT pack, nbytes FROM kv_packs WHERE state = 'live' AND tenant = :tenant"
+
+_SIZE: Final = "UPDATE kv_packs SET nbytes = :nbytes WHERE pack = :pack AND nbytes <> :nbytes"
+
+_LOSE: Final = """
+UPDATE kv_packs SET state = 'quarantined', reason = 'its object is gone', changed_us = :now
+WHERE pack = :pack AND state = 'live'"""
+
+_DUE: Final = """
+SELECT pack, state, nbytes, changed_us FROM kv_packs
+WHERE (state = 'retiring' AND changed_us < :retired) OR (state = 'quarantined' AND changed_us < :quarantined)
+    OR state = 'deleting'
+ORDER BY changed_us LIMIT :limit"""
+
+_NAMED_AGAIN: Final = """
+UPDATE kv_packs SET changed_us = :now WHERE pack = :pack AND state = :state AND changed_us = :changed"""
+
+_CLAIM: Final = """
+UPDATE kv_packs SET state = 'deleting', changed_us = :now
+WHERE pack = :pack AND state = :state AND changed_us = :changed"""
