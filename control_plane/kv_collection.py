@@ -187,7 +187,7 @@ class KvCollection:
         orphans = [
             info
             for key, info in listed.items()
-            if key not in known and key not in named and getattr(info, "modified_s", 0.0) * 1e6 < before_us
+            if key not in known and key not in named and info.modified_s * 1e6 < before_us
         ]
         lost = [
             key
