@@ -44,6 +44,7 @@ from control_plane.ledger import Ledger
 from control_plane.live_request import LiveRequest, TimeLimits
 from control_plane.loop import ControlLoop
 from control_plane.metrics import Metrics
+from control_plane.object_store import StoreWatch
 from control_plane.records import OutcomeError, RequestRecord, RequestState
 from control_plane.request_log import RequestLog
 from control_plane.seating import Seating
@@ -80,7 +81,8 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
     dispatcher = Dispatcher(journal, decisions, settings.queue)
     kv_index = KvIndex(db)
     kv_desk = KvDesk(kv_index, decisions, settings.kv)
-    kv_collection = KvCollection(db, journal, settings.kv, settings.objects_dir.resolve().as_uri())
+    store = StoreWatch(settings.store_uri)
+    kv_collection = KvCollection(db, journal, settings.kv, settings.store_uri, opener=store.opened)
     dispatcher.on_kv = kv_desk.hear
 
     def request_ended(live: LiveRequest, state: RequestState, total_s: float) -> None:
@@ -116,6 +118,7 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
         kv_index=kv_index,
         kv_desk=kv_desk,
         kv_collection=kv_collection,
+        store=store,
     )
 
 
@@ -200,6 +203,7 @@ async def close_context(context: AppContext) -> None:
     await context.seating.close()
     await context.fleet.close(end_agents=False, grace_s=0.0)
     await context.decisions.close()
+    await context.store.close()
     try:
         await context.journal.release()
     except StokerError as error:
@@ -222,12 +226,18 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def serve(settings: Settings, on_listening: Callable[[str], None] | None = None) -> None:
-    """Run until a signal (or POST /api/v1/drain) ends it. `on_listening` is told the URL."""
+async def serve(
+    settings: Settings,
+    on_listening: Callable[[str], None] | None = None,
+    on_store: Callable[[StoreWatch], None] | None = None,
+) -> None:
+    """Run until a signal (or POST /api/v1/drain) ends it. `on_listening` is told the URL, `on_store` whenever the
+    object store becomes usable or unusable."""
     listener = bind(settings.http.host, settings.http.port)
     port = listener.getsockname()[1]
     host = f"[{settings.http.host}]" if ":" in settings.http.host else settings.http.host
     context = await open_context(settings)
+    context.store.on_change = on_store
     _handle_signals(context)
     sys.setswitchinterval(SWITCH_S)
     runner = web.AppRunner(

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from control_plane.ledger import Ledger
     from control_plane.loop import ControlLoop
     from control_plane.metrics import Metrics
+    from control_plane.object_store import StoreWatch
     from control_plane.seating import Seating
     from control_plane.serving import Serving
     from control_plane.settings import Settings
@@ -55,6 +56,7 @@ class AppContext:
     kv_index: KvIndex
     kv_desk: KvDesk
     kv_collection: KvCollection
+    store: StoreWatch
     draining: bool = False
     """No new requests any more: the process is going down."""
     ready: bool = False

@@ -45,6 +45,21 @@ def _seconds(text: str) -> float:
     return value
 
 
+def store_uri(text: str) -> str:
+    """Checked for its form only: whether the store works is found out beside the start."""
+    from model_loader.errors import LoaderError
+    from model_loader.objects.location import S3Location
+
+    if text.startswith("s3:"):
+        try:
+            return S3Location.parse(text).uri
+        except LoaderError as error:
+            raise ValueError(str(error)) from error
+    if not text.startswith("file:///"):
+        raise ValueError("expected file:///FOLDER or s3://BUCKET/PREFIX")
+    return text
+
+
 ENVIRONMENT: Final[dict[str, tuple[str, str, Callable[[str], Any]] | None]] = {
     "STOKER_DATABASE": ("database", "url", database_url),
     "STOKER_HOST": ("http", "host", str),
@@ -57,6 +72,7 @@ ENVIRONMENT: Final[dict[str, tuple[str, str, Callable[[str], Any]] | None]] = {
     "STOKER_POOL_BYTES": ("slot", "pool_bytes", _count),
     "STOKER_ORPHAN_S": ("slot", "orphan_s", _seconds),
     "STOKER_LOG_RETENTION_S": ("retention", "log_s", _seconds),
+    "STOKER_STORE": ("store", "uri", store_uri),
     "STOKER_ALLOWED_MODELS": ("models", "allowed", _patterns),
     "STOKER_KV_QUOTA_BYTES": ("kv", "quota_bytes", _count),
     "STOKER_KV_GRACE_S": ("kv", "grace_s", _seconds),

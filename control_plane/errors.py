@@ -3,7 +3,7 @@
     StokerError
       InvalidRequest 400   Unauthenticated 401   Forbidden 403   NotFound 404   Conflict 409 (Fenced)
       TooLarge 413   Unprocessable 422   Saturated 429   Internal 500
-      Unavailable 503 (StorageUnavailable, ModelLoading, ModelUnusable)
+      Unavailable 503 (StorageUnavailable, ObjectStoreUnavailable, ModelLoading, ModelUnusable)
 
 `control_plane.api.middleware` maps the tree to HTTP in one place; `body()` is also what an SSE stream sends once its
 200 is out. Limits: messages are shown to clients, so they name the field or object and what to do, never a path or a
@@ -156,6 +156,12 @@ class StorageUnavailable(Unavailable):
         retry_after_s: float | None = 5.0,
     ) -> None:
         super().__init__(message, param=param, code=code, retry_after_s=retry_after_s)
+
+
+class ObjectStoreUnavailable(Unavailable):
+    """The function's spec says that it needs the object store, and that cannot be used now."""
+
+    default_code = "object_store_unavailable"
 
 
 class ModelLoading(Unavailable):

@@ -67,7 +67,10 @@ class KvCollection:
         settings: KvSettings,
         store_uri: str,
         clock_us: Callable[[], int] = now_us,
+        *,
+        opener: Callable[[], ObjectStore] | None = None,
     ) -> None:
+        self._opener = opener
         self._database = database
         self._journal = journal
         self._settings = settings
@@ -267,6 +270,8 @@ class KvCollection:
         return gone
 
     def _opened(self) -> ObjectStore:
+        if self._opener is not None:
+            return self._opener()
         if self._store is None:
             from model_loader.objects import open_store
 

@@ -309,7 +309,7 @@ class ControlLoop:
                 identity=revision.identity or "",
                 options=revision.spec.to_engine_options(),
                 env=environment,
-                kv_store="" if revision.spec.durability == "off" else self._settings.objects_dir.resolve().as_uri(),
+                kv_store="" if revision.spec.durability == "off" else self._settings.store_uri,
                 start_timeout_s=revision.spec.timeouts.cold_start_s,
             )
             self._decisions.record(

@@ -36,6 +36,7 @@ class Servable:
     manifest_path: str
     durability: str
     on_disconnect: str
+    needs_store: bool
     limits: TimeLimits
     max_context_tokens: int
     share_prefixes: str = "tenant"
@@ -68,6 +69,7 @@ def servable_of(revision: Revision) -> Servable:
         manifest_path=revision.manifest_path,
         durability=revision.spec.durability,
         on_disconnect=revision.spec.on_disconnect,
+        needs_store=revision.spec.kv_store == "required",
         limits=limits_of(revision),
         max_context_tokens=revision.spec.engine_options.max_context_tokens,
         share_prefixes=revision.spec.share_prefixes,

@@ -132,6 +132,14 @@ class KvSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreSettings:
+    uri: str = ""
+    """Where durable KV lies: `file:///FOLDER` or `s3://BUCKET/PREFIX?endpoint=URL&region=R&path_style=1`; empty: the
+    data directory's `objects/`. Several machines that share requests need one store. Holds no credentials: S3's come
+    from the environment, a profile or the instance, as for every program that uses boto3."""
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     data_dir: Path
     """Where everything is kept: database, models, objects, keys."""
@@ -143,6 +151,7 @@ class Settings:
     slot: SlotSettings = field(default_factory=SlotSettings)
     models: ModelSettings = field(default_factory=ModelSettings)
     kv: KvSettings = field(default_factory=KvSettings)
+    store: StoreSettings = field(default_factory=StoreSettings)
 
     @property
     def database_path(self) -> Path:
@@ -160,6 +169,10 @@ class Settings:
     @property
     def objects_dir(self) -> Path:
         return self.data_dir / "objects"
+
+    @property
+    def store_uri(self) -> str:
+        return self.store.uri or self.objects_dir.resolve().as_uri()
 
     @property
     def admin_key_path(self) -> Path:

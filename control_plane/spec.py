@@ -142,6 +142,9 @@ class FunctionSpec(_Part):
     """How long a replica that goes may finish what it runs; what is left then goes on elsewhere."""
     durability: Literal["off", "process", "host"] = "process"
     """off: no log, a death is an error; process: survives the death of any process; host: survives power loss."""
+    kv_store: Literal["best_effort", "required"] = "best_effort"
+    """What becomes of new requests while the object store cannot be used. best_effort: they run, and what a replica
+    that dies had computed is computed again; required: they get 503, for contexts too long to be computed twice."""
     on_disconnect: Literal["cancel", "detach"] = "cancel"
     """What becomes of the work when its client goes away."""
     share_prefixes: Literal["tenant", "function", "none"] = "tenant"
@@ -212,6 +215,8 @@ class FunctionSpec(_Part):
     def _consistent(self) -> FunctionSpec:
         if self.name in self.aliases:
             raise ValueError(f"{self.name} is its own alias")
+        if self.kv_store == "required" and self.durability == "off":
+            raise ValueError("kv_store: required asks for stored KV, and durability: off stores none")
         both = sorted(set(self.env) & set(self.secrets))
         if both:
             raise ValueError(f"{both[0]} is in env and in secrets")

@@ -64,7 +64,11 @@ class Upkeep:
         ):
             self._tasks.append(asyncio.get_running_loop().create_task(self._every(name, pause_s, work)))
 
-        for name, once in (("close_unseen", self.close_unseen), ("import_ahead", _import_ahead)):
+        for name, once in (
+            ("close_unseen", self.close_unseen),
+            ("import_ahead", _import_ahead),
+            ("watch_store", self._context.store.watch),
+        ):
             self._tasks.append(asyncio.get_running_loop().create_task(self._once(name, once)))
 
     async def close(self) -> None:

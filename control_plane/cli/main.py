@@ -74,12 +74,18 @@ def up(
         str | None,
         typer.Option(metavar="URL", help="sqlite:///PATH or postgresql://USER@HOST:PORT/NAME [DATA_DIR/stoker.db]."),
     ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URI", help="Where KV is kept: file:///FOLDER or s3://BUCKET/PREFIX [the data directory]."
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run the service on this machine until Ctrl-C (drains; a second Ctrl-C is immediate)."""
     from control_plane.cli.up import Said, run_service
 
-    said = Said(host, port, warm_workers, orphan_s, drain_s, tuple(allow) if allow else None, database)
+    said = Said(host, port, warm_workers, orphan_s, drain_s, tuple(allow) if allow else None, database, store)
     run_service(data_dir, said, as_json)
 
 

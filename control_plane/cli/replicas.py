@@ -40,6 +40,19 @@ def show_replicas(data_dir: Path | None, url: str | None, everything: bool, as_j
         rows,
         empty="nothing runs: every function is at zero",
     )
+    if note := store_note(answer.get("object_store") or {}):
+        print(note)
+
+
+def store_note(store: dict[str, Any]) -> str:
+    """What an unusable object store means, for who looks; empty while it works."""
+    if store.get("state") != "unusable":
+        return ""
+    return (
+        f"\nThe object store is unusable since {age(store['since_us'])} ({store['problem']}): {store['reason']}\n"
+        "Requests run; what a replica that dies had computed is computed again. Functions with kv_store: required "
+        "refuse new ones."
+    )
 
 
 def of_interest(replicas: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from control_plane.cli.data_dir import DataDir, HeldLock
 from control_plane.cli.failure import CommandError
 
 if TYPE_CHECKING:
+    from control_plane.object_store import StoreWatch
     from control_plane.settings import Settings
 
 CANNOT_LISTEN: Final = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES)
@@ -45,10 +46,11 @@ class Said:
     drain_s: float | None = None
     allow: tuple[str, ...] | None = None
     database: str | None = None
+    store: str | None = None
 
 
 def settings_of(data_dir: Path, said: Said) -> Settings:
-    from control_plane.environment import BadVariable, apply_environment, database_url
+    from control_plane.environment import BadVariable, apply_environment, database_url, store_uri
     from control_plane.settings import Settings
 
     try:
@@ -59,8 +61,13 @@ def settings_of(data_dir: Path, said: Said) -> Settings:
         url = None if said.database is None else database_url(said.database)
     except ValueError as error:
         raise CommandError(f"--database: {error}", "correct the URL", code="bad_setting") from error
+    try:
+        store = store_uri(said.store) if said.store else None
+    except ValueError as error:
+        raise CommandError(f"--store {said.store}: {error}", "correct the URI", code="bad_setting") from error
     given: dict[str, dict[str, object]] = {
         "database": {"url": url},
+        "store": {"uri": store},
         "http": {"host": said.host, "port": said.port, "shutdown_drain_s": said.drain_s},
         "slot": {"warm_workers": said.warm_workers, "orphan_s": said.orphan_s},
         "models": {"allowed": said.allow},
@@ -105,7 +112,7 @@ def serve_until_ended(settings: Settings, place: DataDir, lock: HeldLock, as_jso
         sys.stdout.flush()
 
     try:
-        uvloop.run(serve(settings, on_listening=listening))
+        uvloop.run(serve(settings, on_listening=listening, on_store=tell_store))
         place.withdraw()
         if not as_json:
             print(f"Ended. Replicas live on for {settings.slot.orphan_s:g} s: `stoker up` takes them over, "
@@ -120,6 +127,12 @@ def serve_until_ended(settings: Settings, place: DataDir, lock: HeldLock, as_jso
         ) from error
     except StokerError as error:
         raise CommandError(error.message, "see the log " + str(log_path), code=error.code) from error
+
+
+def tell_store(watch: StoreWatch) -> None:
+    if not watch.usable:
+        print(f"The object store cannot be used ({watch.problem}): {watch.reason}\n  Requests run without it: what a "
+              "replica that dies had computed is computed again.", file=sys.stderr, flush=True)  # fmt: skip
 
 
 def where(place: DataDir) -> str:

@@ -101,6 +101,8 @@ def new_origin(
 async def accept(
     context: AppContext, origin: Origin, servable: Servable, key: str | None, body: bytes
 ) -> tuple[LiveRequest | None, Answer]:
+    if servable.needs_store:
+        context.store.require(servable.function)
     task = asyncio.get_running_loop().create_task(_accept(context, origin, servable, key, body))
     try:
         return await asyncio.shield(task)

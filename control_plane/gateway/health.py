@@ -19,7 +19,10 @@ async def ready(request: web.Request) -> web.Response:
         return web.json_response({"status": "draining"}, status=503, headers={"Retry-After": "2"})
     if context.db.fault is not None:
         return web.json_response({"status": "storage_unavailable", "reason": context.db.fault}, status=503)
-    return web.json_response({"status": "ready", "gateway": context.gateway_id})
+    store = context.store
+    seen = {"state": store.state.value, "problem": store.problem or None, "reason": store.reason or None}
+    # Ready all the same: requests run without stored KV.
+    return web.json_response({"status": "ready", "gateway": context.gateway_id, "object_store": seen})
 
 
 async def metrics(request: web.Request) -> web.Response:

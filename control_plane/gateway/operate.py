@@ -28,7 +28,7 @@ async def replicas(request: web.Request) -> web.Response:
         for status in context.fleet.replicas.values()
         if status.spec.tenant == tenant and (everything or status.state is not ReplicaState.ENDED)
     ]
-    return web.json_response({"object": "list", "data": found})
+    return web.json_response({"object": "list", "data": found, "object_store": context.store.body()})
 
 
 def _own_replica(context: AppContext, replica_id: str, tenant: str) -> None:

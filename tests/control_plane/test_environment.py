@@ -25,8 +25,21 @@ def test_what_is_set_is_taken_over_and_the_rest_stays() -> None:
     assert after.http == before.http
 
 
+def test_the_object_store_is_the_data_directory_unless_another_is_named() -> None:
+    settings = Settings(Path("/nowhere"))
+    assert settings.store_uri == "file:///nowhere/objects"
+    assert apply_environment(settings, {"STOKER_STORE": "s3://bucket/kv"}).store_uri == "s3://bucket/kv"
+
+
 @pytest.mark.parametrize(
-    ("name", "value"), [("STOKER_PORT", "web"), ("STOKER_DRAIN_S", "nan"), ("STOKER_WARM_WORKERS", "-1")]
+    ("name", "value"),
+    [
+        ("STOKER_PORT", "web"),
+        ("STOKER_DRAIN_S", "nan"),
+        ("STOKER_WARM_WORKERS", "-1"),
+        ("STOKER_STORE", "/mnt/kv"),
+        ("STOKER_STORE", "s3://bucket?nothing=1"),
+    ],
 )
 def test_a_value_that_does_not_parse_is_named_with_its_variable(name: str, value: str) -> None:
     with pytest.raises(BadVariable, match=name):
