@@ -1,6 +1,6 @@
 """The control plane as one process: put together, started, drained, ended.
 
-    bind -> database -> keys, functions, journal -> adopt -> serve HTTP -> agents in the background
+    bind -> database -> keys, functions, lease -> adopt (alone) -> slots in the background -> serve HTTP
 
 It listens before anything slow, is ready once it can accept requests, and needs no agent for that. A first SIGTERM or
 SIGINT drains: no new requests, those in flight may finish, what is left is parked in the journal and goes on with the
@@ -10,46 +10,51 @@ next start; a second ends at once. Limits: agents and replicas are left alone; `
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gc
 import logging
 import os
+import platform
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable
 
 from aiohttp import web
 
+from control_plane.adopting import Adopting
 from control_plane.api.middleware import error_middleware
 from control_plane.backends.base import Backend
 from control_plane.backends.local import LocalBackend
+from control_plane.backends.shared import SharedBackend
 from control_plane.context import CONTEXT, AppContext, new_gateway_id
 from control_plane.database import Database
 from control_plane.decisions import Decisions
+from control_plane.demand import Demand, DemandSender
 from control_plane.dispatch import Dispatcher
 from control_plane.errors import StokerError
 from control_plane.fleet import Fleet
-from control_plane.functions import FunctionStore, ImportState
-from control_plane.gateway.acceptance import origin_of
+from control_plane.functions import ChangeKind, FunctionChange, FunctionStore, ImportState
+from control_plane.gateway.internal import news_middleware
 from control_plane.gateway.prompts import PromptMakers
+from control_plane.gateway.relay import relay_middleware
 from control_plane.gateway.routes import routes
+from control_plane.gateways import Gateways, internal_token
 from control_plane.importing import Importing
 from control_plane.journal import Journal
 from control_plane.kv_collection import KvCollection
 from control_plane.kv_desk import KvDesk
 from control_plane.kv_index import KvIndex
 from control_plane.ledger import Ledger
-from control_plane.live_request import LiveRequest, TimeLimits
+from control_plane.live_request import LiveRequest
 from control_plane.loop import ControlLoop
 from control_plane.metrics import Metrics
 from control_plane.object_store import StoreWatch
-from control_plane.records import OutcomeError, RequestRecord, RequestState
-from control_plane.request_log import RequestLog
+from control_plane.peers import Peers
+from control_plane.records import RequestState
 from control_plane.seating import Seating
-from control_plane.serving import Serving, limits_of
+from control_plane.serving import Serving
 from control_plane.settings import Settings
+from control_plane.slot_table import SlotTable
 from control_plane.tenants import Keys
 from control_plane.upkeep import Upkeep
 
@@ -59,12 +64,13 @@ BACKLOG = 1024
 EXIT_AT_ONCE = 130
 SWITCH_S = 0.0005
 """How long the event loop may keep the interpreter from the journal's writer: a commit waits that much at most."""
-DEFAULT_LIMITS = TimeLimits(600.0, 120.0, 120.0, 60.0, 3600.0)
-"""For an adopted request whose function is gone."""
 
 
 def build_app(context: AppContext) -> web.Application:
-    app = web.Application(middlewares=[error_middleware], client_max_size=context.settings.http.body_bytes)
+    app = web.Application(
+        middlewares=[error_middleware, news_middleware, relay_middleware],
+        client_max_size=context.settings.http.body_bytes,
+    )
     app[CONTEXT] = context
     app.add_routes(routes(context))
     return app
@@ -74,8 +80,10 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
     """Everything but HTTP, opened and put together; nothing runs yet."""
     gateway_id = new_gateway_id()
     db = await Database.open(settings.database_url, settings.database)
-    journal = Journal(db, gateway_id, settings.retention, settings.gateway)
+    journal = Journal(db, gateway_id, settings.retention)
     ledger, decisions, keys = Ledger(db), Decisions(db), Keys(db)
+    gateways = Gateways(db, gateway_id, settings.gateway, alone=not settings.shared)
+    peers = Peers(gateways, internal_token(await keys.internal_secret("gateways")))
     functions = FunctionStore(db, settings.models)
     metrics = Metrics()
     dispatcher = Dispatcher(journal, decisions, settings.queue)
@@ -90,18 +98,25 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
         kv_desk.ended(live)
 
     dispatcher.endings.on_end = request_ended
-    fleet = Fleet(backend or LocalBackend(settings), ledger)
-    seating = Seating(fleet, dispatcher, gateway_id)
+    dispatcher.lanes.share = gateways.share
+    slots = backend or _slots(settings, db, gateways, peers)
+    fleet = Fleet(slots, ledger)
+    seating = Seating(fleet, dispatcher, journal, gateways.alone)
     serving = Serving(functions, dispatcher, settings.queue)
+    adopting = Adopting(journal, keys, serving, dispatcher, seating, kv_desk)
     prompts = PromptMakers()
     importing = Importing(settings, functions, fleet, prompts)
     serving.import_again = importing.again
-    loop = ControlLoop(settings, functions, serving, dispatcher, fleet, seating, decisions)
+    demand = Demand(dispatcher.lanes, gateways)
+    sender = DemandSender(demand, gateways, peers)
+    loop = ControlLoop(settings, functions, serving, dispatcher, fleet, seating, decisions, gateways, demand, sender)
     loop.on_new_agent = importing.slot_appeared
-    return AppContext(
+    context = AppContext(
         settings=settings,
         gateway_id=gateway_id,
         db=db,
+        gateways=gateways,
+        peers=peers,
         journal=journal,
         ledger=ledger,
         functions=functions,
@@ -110,6 +125,8 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
         dispatcher=dispatcher,
         fleet=fleet,
         seating=seating,
+        adopting=adopting,
+        sender=sender,
         loop=loop,
         serving=serving,
         importing=importing,
@@ -120,65 +137,56 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
         kv_collection=kv_collection,
         store=store,
     )
+    _connect_gateways(context)
+    return context
 
 
-async def start_context(context: AppContext) -> None:
-    """Read what is known, take over what an earlier life left, begin to watch the slots."""
+def _slots(settings: Settings, db: Database, gateways: Gateways, peers: Peers) -> Backend:
+    if gateways.alone:
+        return LocalBackend(settings)
+    shared = SharedBackend(settings, SlotTable(db, gateways.id), gateways)
+    shared.on_registered = lambda: peers.tell("slots")
+    return shared
+
+
+def _connect_gateways(context: AppContext) -> None:
+    """What follows when a gateway comes or goes, or when the lead does."""
+    gateways, loop = context.gateways, context.loop
+
+    def leads(leads: bool) -> None:
+        context.fleet.keeps_books = leads
+        context.importing.lead(leads)
+
+    def imported(change: FunctionChange) -> None:
+        if change.kind is ChangeKind.IMPORTED and gateways.leads:
+            context.peers.tell("functions")
+
+    context.fleet.keeps_books = context.importing.leads = False
+    loop.on_lead = leads
+    gateways.on_change = loop.gateways_changed
+    gateways.on_orphans = context.adopting.orphans
+    gateways.on_regained = context.adopting.regained
+    context.functions.subscribe(imported)
+    context.journal.may_write = lambda: gateways.held
+
+
+async def start_context(context: AppContext, url: str = "") -> None:
+    """Read what is known, take over what an earlier life left, begin to watch the slots. `url`: where it listens."""
     await context.keys.refresh()
     # Taken out of the environment: what this process starts has no business with it.
     given = os.environ.pop("STOKER_ADMIN_KEY", "").strip()
     await context.keys.ensure_admin_key(context.settings.admin_key_path, given)
-    await context.journal.register()
+    await context.gateways.start(context.settings.gateway.url or url)
     await context.functions.refresh()
     for function in context.functions.list():
         if function.current.state is not ImportState.READY:
             await context.serving.load_older((function.tenant, function.name))
-    await adopt(context)
+    if context.gateways.alone:
+        await context.adopting.at_start()
+    context.loop.gateways_changed()
     await context.fleet.start()
+    await context.peers.tell_all("gateways", "keys")
     context.ready = True
-
-
-async def adopt(context: AppContext) -> None:
-    """Make the unfinished requests of dead gateways ours. In embedded mode the data directory's lock says that nobody
-    else lives, so no lease has to run out first."""
-    records = await context.journal.adopt(alive=())
-    for key in {(record.tenant, record.function) for record in records}:
-        await context.serving.load_older(key)
-    for record in records:
-        try:
-            await _adopt_one(context, record)
-        except Exception:
-            # It stays in the journal for the next start; the others must not suffer for it.
-            logger.exception("event=adopt_failed request=%s", record.id)
-    if records:
-        logger.info("event=adopted requests=%d", len(records))
-
-
-async def _adopt_one(context: AppContext, record: RequestRecord) -> None:
-    revision = context.serving.revision((record.tenant, record.function), record.revision)
-    limits = limits_of(revision) if revision is not None else DEFAULT_LIMITS
-    shares, price = ("tenant", 0)
-    if revision is not None:
-        shares, price = revision.spec.share_prefixes, revision.spec.price_microusd_per_hour
-    origin = origin_of(record, limits, await context.keys.kv_scope(record.tenant), shares, price)
-    origin = dataclasses.replace(origin, reuse=context.kv_desk.reuse(origin))
-    # Whoever was reading it is gone with the gateway: that is not the client's leaving.
-    live = LiveRequest(origin, detached=True, log=RequestLog(await context.journal.log(record.id)))
-    live.epoch = record.epoch
-    live.kv = await context.journal.kv(record.id)
-    live.prefill_ends = record.prefill_ends
-    live.cached_tokens = record.cached_tokens
-    live.accept_ns = time.monotonic_ns() - max(time.time_ns() - record.created_us * 1000, 0)
-    if not origin.durable and record.state is RequestState.RUNNING:
-        error = OutcomeError(500, "gateway_lost", "the gateway died and this function keeps no log (durability: off)")
-        context.dispatcher.requests[live.request_id] = live
-        context.dispatcher.fail(live, RequestState.FAILED, error)
-    elif live.complete:
-        context.dispatcher.end_complete(live)
-    elif record.state is RequestState.RUNNING and record.replica_id is not None:
-        context.seating.adoption.hold(live, record.replica_id)
-    else:
-        context.dispatcher.enter(live)
 
 
 async def drain_context(context: AppContext) -> None:
@@ -198,17 +206,26 @@ async def close_context(context: AppContext) -> None:
     context.ready = False
     context.loop.stop()
     await context.importing.close()
+    await context.adopting.close()
     await context.dispatcher.close()
     await context.kv_desk.close()
     await context.seating.close()
     await context.fleet.close(end_agents=False, grace_s=0.0)
     await context.decisions.close()
     await context.store.close()
+    context.sender.close()
     try:
-        await context.journal.release()
+        await context.gateways.close()
+        await context.peers.tell_all("gateways")
     except StokerError as error:
         logger.warning("event=lease_not_released error=%s", error)
+    await context.peers.close()
     await context.db.close()
+
+
+def reachable(host: str) -> str:
+    """How others reach what listens on this address: one that means every address is none."""
+    return platform.node() if host in ("0.0.0.0", "[::]") else host
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -245,7 +262,7 @@ async def serve(
     )
     upkeep = Upkeep(context)
     try:
-        await start_context(context)
+        await start_context(context, f"http://{reachable(host)}:{port}")
         await runner.setup()
         await web.SockSite(runner, listener, backlog=BACKLOG).start()
         upkeep.start()

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Final
 from aiohttp import web
 
 if TYPE_CHECKING:
+    from control_plane.adopting import Adopting
     from control_plane.database import Database
     from control_plane.decisions import Decisions
+    from control_plane.demand import DemandSender
     from control_plane.dispatch import Dispatcher
     from control_plane.fleet import Fleet
     from control_plane.functions import FunctionStore
     from control_plane.gateway.prompts import PromptMakers
+    from control_plane.gateways import Gateways
     from control_plane.importing import Importing
     from control_plane.journal import Journal
     from control_plane.kv_collection import KvCollection
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from control_plane.loop import ControlLoop
     from control_plane.metrics import Metrics
     from control_plane.object_store import StoreWatch
+    from control_plane.peers import Peers
     from control_plane.seating import Seating
     from control_plane.serving import Serving
     from control_plane.settings import Settings
@@ -40,6 +44,8 @@ class AppContext:
     settings: Settings
     gateway_id: str
     db: Database
+    gateways: Gateways
+    peers: Peers
     journal: Journal
     ledger: Ledger
     functions: FunctionStore
@@ -48,6 +54,8 @@ class AppContext:
     dispatcher: Dispatcher
     fleet: Fleet
     seating: Seating
+    adopting: Adopting
+    sender: DemandSender
     loop: ControlLoop
     serving: Serving
     importing: Importing
@@ -64,6 +72,17 @@ class AppContext:
     """Of request bodies that are being read."""
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by a signal or over HTTP: drain and end."""
+
+    async def look_again(self, what: tuple[str, ...]) -> None:
+        """Another gateway says that there is news of these."""
+        if "gateways" in what:
+            self.gateways.look_soon()
+        if "keys" in what:
+            await self.keys.refresh()
+        if "functions" in what:
+            await self.functions.refresh()
+        if "slots" in what:
+            await self.fleet.look()
 
 
 CONTEXT: Final = web.AppKey("context", AppContext)

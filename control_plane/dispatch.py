@@ -32,6 +32,7 @@ from function_runtime.protocol import (
     KvAsk,
     KvBad,
     KvKept,
+    Progress,
     ReplicaMessage,
 )
 
@@ -206,8 +207,18 @@ class Dispatcher:
     def link_message(self, link: ReplicaLink, message: ReplicaMessage) -> None:
         if isinstance(message, KvAsk | KvKept | KvBad):
             self.on_kv(link, self.requests.get(message.request_id), message)
+        elif isinstance(message, Progress):
+            self._heard_of_others(link, message.others)
         else:
             self._attempts.heard(link, message)
+
+    def _heard_of_others(self, link: ReplicaLink, others: int) -> None:
+        """Other gateways took or left places of this replica."""
+        seat = self._links.get(link)
+        if seat is not None and seat.others != others:
+            left, seat.others = others < seat.others, others
+            if left:
+                self.pump(self.lanes.of(seat.key, seat.identity))
 
     def link_lost(self, link: ReplicaLink, reason: str) -> None:
         seat = self._links.pop(link, None)
@@ -254,14 +265,18 @@ class Dispatcher:
         lane.seats[seat.replica_id] = seat
         self._links[seat.link] = seat
         for request, epoch in held:
-            self.requests[request.request_id] = request
             request.epoch = epoch
-            seat.take(request)
-            self._attempts.begin(request, seat)
-            seat.link.attach(request.request_id, epoch, request.log.last_seq)
+            self.attach(request, seat)
         self._seats_changed(lane)
         self.pump(lane)
         self._changed(lane)
+
+    def attach(self, request: LiveRequest, seat: Seat) -> None:
+        """Go on with an attempt that the replica of this seat may still run."""
+        self.requests[request.request_id] = request
+        seat.take(request)
+        self._attempts.begin(request, seat)
+        seat.link.attach(request.request_id, request.epoch, request.log.last_seq)
 
     def seat_closing(self, seat: Seat) -> None:
         """No new requests for this replica; what runs there goes on."""

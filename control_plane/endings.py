@@ -124,16 +124,19 @@ class Endings:
         self._forget(request)
         self.on_end(request, state, (time.monotonic_ns() - request.accept_ns) / 1e9)
         if not written:
-            state, error = RequestState.FAILED, TAKEN_OVER
-        elif seat is not None:
+            request.log.finish(request.end_here(TAKEN_OVER))
+            return
+        if seat is not None:
             seat.link.settled(request.request_id, epoch)
         request.log.finish(request.end_with(state, error))
 
     def fenced(self, request: LiveRequest) -> None:
         """Another gateway owns the request: stop working on it and send readers there."""
+        if self._requests.get(request.request_id) is not request:
+            return
         logger.warning("event=fenced request=%s epoch=%d", request.request_id, request.epoch)
         self.let_go(request)
-        request.log.finish(request.end_with(RequestState.FAILED, TAKEN_OVER))
+        request.log.finish(request.end_here(TAKEN_OVER))
 
     def let_go(self, request: LiveRequest) -> None:
         """Stop working on a request that is not ours (any more); the journal is not told."""

@@ -3,7 +3,8 @@
     StokerError
       InvalidRequest 400   Unauthenticated 401   Forbidden 403   NotFound 404   Conflict 409 (Fenced)
       TooLarge 413   Unprocessable 422   Saturated 429   Internal 500
-      Unavailable 503 (StorageUnavailable, ObjectStoreUnavailable, ModelLoading, ModelUnusable)
+      Unavailable 503 (StorageUnavailable (LeaseLapsed), Elsewhere,
+        ObjectStoreUnavailable, ModelLoading, ModelUnusable)
 
 `control_plane.api.middleware` maps the tree to HTTP in one place; `body()` is also what an SSE stream sends once its
 200 is out. Limits: messages are shown to clients, so they name the field or object and what to do, never a path or a
@@ -162,6 +163,39 @@ class ObjectStoreUnavailable(Unavailable):
     """The function's spec says that it needs the object store, and that cannot be used now."""
 
     default_code = "object_store_unavailable"
+
+
+class LeaseLapsed(StorageUnavailable):
+    """This gateway could not renew its lease: others may be taking over what it has."""
+
+    default_code = "gateway_lapsed"
+
+    def __init__(
+        self,
+        message: str = "this gateway cannot renew its lease and takes and writes nothing until it can; ask another",
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = 1.0,
+    ) -> None:
+        super().__init__(message, param=param, code=code, retry_after_s=retry_after_s)
+
+
+class Elsewhere(Unavailable):
+    """The request is known and another gateway works on it: `gateway.relay` reads it there for the client."""
+
+    default_code = "with_another_gateway"
+
+    request_id = ""
+    owner = ""
+    cursor: int | None = None
+    """How far a stream that began here was read; None: nothing was sent yet."""
+
+    @classmethod
+    def of(cls, request_id: str, owner: str = "", cursor: int | None = None) -> Elsewhere:
+        error = cls(f"{request_id} is with another gateway; try again", retry_after_s=1.0)
+        error.request_id, error.owner, error.cursor = request_id, owner, cursor
+        return error
 
 
 class ModelLoading(Unavailable):

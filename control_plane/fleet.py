@@ -63,6 +63,10 @@ class Fleet:
         self.on_slot: Callable[[str, bool], None] = lambda slot_id, anew: None
         """Told when a slot came into sight (`anew`: under another agent) or went out of it."""
         self._closed: set[str] = set()
+        self._empty: set[str] = set()
+        """Slots out of sight that are known to have no agent, and so no replicas."""
+        self.keeps_books = True
+        """Whether what replicas cost is written down here: one gateway of a database does."""
         self._waiters: list[asyncio.Future[None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -83,11 +87,15 @@ class Fleet:
 
     @property
     def in_sight(self) -> bool:
-        """Whether every slot's agent is being heard."""
-        return all(slot_id in self.slots for slot_id in self._backend.slot_ids)
+        """Whether every slot's agent is being heard, or known to be gone."""
+        return all(slot_id in self.slots or slot_id in self._empty for slot_id in self._backend.slot_ids)
+
+    async def look(self) -> None:
+        """Slots of other gateways may have come, moved or gone."""
+        await self._backend.look()
 
     async def seen(self) -> None:
-        """Returns once every slot's agent has been heard."""
+        """Returns once every slot's agent has been heard, or is known to be gone."""
         while not self.in_sight:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
@@ -187,6 +195,7 @@ class Fleet:
         known = self.slots.get(slot_id)
         first = known is None or known.incarnation != state.incarnation
         self.slots[slot_id] = state
+        self._empty.discard(slot_id)
         for status in state.replicas:
             self._take(slot_id, status)
         if first:
@@ -200,6 +209,9 @@ class Fleet:
                 ):
                     self._take(slot_id, gone_with_agent(status))
         self.on_slot(slot_id, first)
+        self._tell_waiters()
+
+    def _tell_waiters(self) -> None:
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if not waiter.done():
@@ -211,10 +223,13 @@ class Fleet:
     def slot_lost(self, slot_id: str, reason: str, *, agent_gone: bool) -> None:
         self.slots.pop(slot_id, None)
         if agent_gone:
+            self._empty.add(slot_id)
             for status in self.living():
                 if self.slot_of.get(status.replica_id) == slot_id:
                     self._take(slot_id, gone_with_agent(status))
         self.on_slot(slot_id, False)
+        if agent_gone:
+            self._tell_waiters()
 
     def _take(self, slot_id: str, status: ReplicaStatus) -> None:
         before = self.replicas.get(status.replica_id)
@@ -235,7 +250,7 @@ class Fleet:
         self.on_replica(status, before)
 
     def _close(self, status: ReplicaStatus) -> None:
-        if status.replica_id not in self._closed:
+        if status.replica_id not in self._closed and self.keeps_books:
             self._closed.add(status.replica_id)
             self.spawn(self._write_close(status))
         ended = [known for known in self.replicas.values() if known.state in GONE]
@@ -246,6 +261,8 @@ class Fleet:
 
     async def _open(self, status: ReplicaStatus) -> None:
         """From here on the books know of it, should it and we be gone at once."""
+        if not self.keeps_books:
+            return
         try:
             await self._books.report_replica(status)
         except StokerError as error:

@@ -6,7 +6,7 @@ request's row and its ledger rows stay longer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -44,6 +44,19 @@ class History:
         values = {"id": request_id, "tenant": tenant}
         row = await self._database.read(lambda connection: connection.execute(query, values).fetchone())
         return None if row is None else record_of(row)
+
+    async def whose(self, request_ids: Collection[str]) -> dict[str, tuple[str, int, RequestState]]:
+        """(owner, epoch, state) of those that are known."""
+
+        def run(connection: Connection) -> dict[str, tuple[str, int, RequestState]]:
+            found = {}
+            for request_id in request_ids:
+                row = connection.execute(sql.WHOSE, {"id": request_id}).fetchone()
+                if row is not None:
+                    found[request_id] = (str(row[0]), int(row[1]), RequestState(row[2]))
+            return found
+
+        return await self._database.read(run)
 
     async def recent(self, function: str, limit: int = 20) -> list[RequestRecord]:
         values = {"function": function, "limit": limit}

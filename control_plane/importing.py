@@ -74,6 +74,8 @@ class Importing:
         self._failed_s: dict[ImportKey, tuple[float, int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.progress: dict[ImportKey, ImportProgress] = {}
+        self.leads = True
+        """One gateway of a database imports and prepares, for all."""
         functions.subscribe(self._changed)
 
     def _changed(self, change: FunctionChange) -> None:
@@ -84,11 +86,17 @@ class Importing:
             return
         self.want(change.function.current)
 
+    def lead(self, leads: bool) -> None:
+        self.leads = leads
+        if leads:
+            for function in self._functions.list():
+                self.want(function.current)
+
     def want(self, revision: Revision) -> None:
         """See to it that this revision is imported. Idempotent."""
         if revision.state is ImportState.READY and revision.manifest_path is not None:
             self._spawn(self._prepare(revision))
-        elif revision.state is ImportState.IMPORTING:
+        elif revision.state is ImportState.IMPORTING and self.leads:
             key = ((revision.tenant, revision.function), revision.revision)
             if key not in self._running:
                 task = asyncio.get_running_loop().create_task(self._import(key, revision))
@@ -133,7 +141,7 @@ class Importing:
             await self._prompts.get(revision.manifest_path)
         except StokerError as error:
             logger.warning("event=tokenizer_unusable function=%s error=%s", revision.function, error)
-        if revision.spec.engine == "native":
+        if revision.spec.engine == "native" and self.leads:
             await self._fleet.warm_pool(revision.manifest_path, revision.spec.dtype)
 
     async def _import(self, key: ImportKey, revision: Revision) -> None:

@@ -9,20 +9,18 @@ its appends are granted from memory and a death of its gateway or replica is an 
 from __future__ import annotations
 
 import asyncio
-import os
-import platform
 import threading
 import time
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import msgspec
 
 from control_plane import statements as sql
 from control_plane.accounts import charge_request
 from control_plane.database import Connection, Database
-from control_plane.errors import Fenced, NotFound, StorageUnavailable, Unprocessable
+from control_plane.errors import Fenced, LeaseLapsed, NotFound, StorageUnavailable, Unprocessable
 from control_plane.history import History, decode_chunks, record_of
 from control_plane.records import (
     Accepted,
@@ -37,7 +35,7 @@ from control_plane.records import (
     pack_tokens,
     unpack_tokens,
 )
-from control_plane.settings import GatewaySettings, RetentionSettings
+from control_plane.settings import RetentionSettings
 from control_plane.standing import device_entries, end_attempt, entries_of, standing, standing_of
 from function_runtime.protocol import Accepted as Taken
 from function_runtime.protocol import DeviceTime, KvChunk
@@ -103,55 +101,25 @@ class Journal(History):
         database: Database,
         gateway_id: str,
         retention: RetentionSettings | None = None,
-        gateway: GatewaySettings | None = None,
     ) -> None:
         self.gateway_id = gateway_id
         super().__init__(database)
         self._retention = retention or RetentionSettings()
-        self._gateway = gateway or GatewaySettings()
+        self.may_write: Callable[[], bool] = lambda: True
+        """Whether this gateway holds its lease: without it nothing is begun, logged or ended, until it has it again."""
         self._live: dict[str, _Live] = {}
         self._batches: dict[bool, _Batch] = {}
         self._lock = threading.Lock()
 
-    # --- gateways' leases ---------------------------------------------------------------------------------------
+    # --- whose they are -----------------------------------------------------------------------------------------
 
-    async def register(self) -> None:
-        """Take the lease of this gateway."""
-        await self._lease(self._gateway.lease_s)
-
-    async def heartbeat(self) -> None:
-        """Renew it; at least every `GatewaySettings.renew_s`."""
-        await self._lease(self._gateway.lease_s)
-
-    async def release(self) -> None:
-        """Give the lease up at a clean exit, so that the requests parked here are adopted at once."""
-        await self._lease(0.0)
-
-    async def _lease(self, lease_s: float) -> None:
-        now = now_us()
-        values = {
-            "id": self.gateway_id,
-            "host": platform.node(),
-            "pid": os.getpid(),
-            "now": now,
-            "until": now + round(lease_s * 1e6),
-        }
-        await self._database.write(lambda connection: connection.execute(sql.LEASE, values).rowcount)
-
-    async def adopt(self, alive: Collection[str] | None = None) -> list[RequestRecord]:
-        """Make the unfinished requests of dead gateways mine, and return all that are mine. `alive`: gateways that
-        live; None asks the leases. A former owner that still lives is fenced from here on."""
+    async def adopt(self, alive: Collection[str] = ()) -> list[RequestRecord]:
+        """Make the unfinished requests of all gateways but those `alive` mine, and return all that are mine. A former
+        owner that still lives is fenced from here on."""
 
         def run(connection: Connection) -> list[RequestRecord]:
-            now = now_us()
-            living = (
-                {str(name) for (name,) in connection.execute(sql.LIVING_GATEWAYS, {"now": now}).fetchall()}
-                if alive is None
-                else set(alive)
-            )
-            living.discard(self.gateway_id)
             for (owner,) in connection.execute(sql.OWNERS_OF_LIVE).fetchall():
-                if owner != self.gateway_id and owner not in living:
+                if owner != self.gateway_id and owner not in alive:
                     connection.execute(sql.ADOPT, {"owner": owner, "me": self.gateway_id})
             rows = connection.execute(sql.MINE, {"me": self.gateway_id}).fetchall()
             return [record_of(row) for row in rows]
@@ -159,6 +127,23 @@ class Journal(History):
         records = await self._database.write(run)
         for record in records:
             self._live.setdefault(record.id, _Live(record.durability, record.epoch, record.last_seq))
+        return records
+
+    async def take_over(self, owners: Collection[str]) -> list[RequestRecord]:
+        """Make the unfinished requests of these gateways mine while it runs; only those that were theirs until now are
+        returned, oldest first, and so by one gateway only."""
+
+        def run(connection: Connection) -> list[RequestRecord]:
+            found: list[RequestRecord] = []
+            for owner in owners:
+                values = {"owner": owner, "me": self.gateway_id}
+                for (request_id,) in connection.execute(sql.TAKE_OVER, values).fetchall():
+                    found.append(record_of(connection.execute(sql.GET, {"id": request_id}).fetchone()))
+            return sorted(found, key=lambda record: (record.created_us, record.id))
+
+        records = await self._database.write(run)
+        for record in records:
+            self._live[record.id] = _Live(record.durability, record.epoch, record.last_seq)
         return records
 
     # --- accept, assign, requeue --------------------------------------------------------------------------------
@@ -199,6 +184,8 @@ class Journal(History):
                 return None
             return _attached(connection, new)
 
+        if not self.may_write():
+            return self._lapsed()
         self._live[new.id] = _Live(new.durability, 0 if place is None else 1, 0)
         # Only an idempotency key can make it raise for a reason of its own.
         guarded = new.idempotency_key is not None
@@ -217,6 +204,9 @@ class Journal(History):
             del self._live[new.id]
             return Accepted(earlier, attached=True)
         return Accepted(fresh_record(new, self.gateway_id), attached=False)
+
+    async def _lapsed(self) -> NoReturn:
+        raise LeaseLapsed()
 
     async def assign(self, request_id: str, replica_id: str, slot_id: str) -> int:
         """Begin an attempt: the epoch it runs under. An attempt that is still open is closed as replaced. Raises
@@ -244,6 +234,8 @@ class Journal(History):
             connection.execute(sql.OPEN_ATTEMPT, values)
             return seen.epoch + 1
 
+        if not self.may_write():
+            raise LeaseLapsed()
         live = self._live.get(request_id)
         self._after_appends()
         begun = await self._database.write(run, durable=live is not None and live.durable)
@@ -298,6 +290,9 @@ class Journal(History):
         """Write `count` tokens (msgpack of a list of `TokenEvent`) at `first_seq`; True once they are committed, or
         when they were already. False: the epoch or the owner is no longer valid, or there is a gap."""
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        if not self.may_write():
+            future.set_exception(LeaseLapsed())
+            return future
         live = self._live.get(request_id)
         if live is not None and not live.logged:
             granted = live.epoch == epoch and live.last_seq == first_seq - 1
@@ -431,6 +426,8 @@ class Journal(History):
             charge_request(connection, seen.subject(request_id), entries_of(outcome, used), now)
             return True
 
+        if not self.may_write():
+            raise LeaseLapsed()
         live = self._live.get(request_id)
         self._after_appends()
         written = await self._database.submit(run, durable=live is not None and live.durable, guarded=False)

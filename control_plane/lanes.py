@@ -1,15 +1,16 @@
 """Where requests of one function and checkpoint wait, and the ready replicas that can take them.
 
 A `Lane` is a FIFO and its `Seat`s; two clocks run in it, one while no replica is ready (cold start) and one while all
-are full (queue), so that each wait is counted against its own limit. Limits: one gateway's view; seats of a replica are
-not shared between gateways.
+are full (queue), so that each wait is counted against its own limit. A replica's places are shared by all
+gateways: what the others have there is what the replica last said. Limits: two gateways that take the last place in the
+same moment send it one request too many, which then waits in its engine.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, TypeAlias
 
@@ -27,7 +28,7 @@ GAPS_KEPT: Final = 64
 
 
 class Seat:
-    """A ready replica, and what this gateway has running there."""
+    """A ready replica, what this gateway has running there, and how many places others take."""
 
     __slots__ = (
         "accepting",
@@ -36,6 +37,7 @@ class Seat:
         "key",
         "link",
         "max_requests",
+        "others",
         "replica_id",
         "revision",
         "since_s",
@@ -60,16 +62,22 @@ class Seat:
         self.max_requests = max(1, max_requests)
         self.link = link
         self.in_flight: dict[str, LiveRequest] = {}
+        self.others = 0
+        """Requests of other gateways that the replica runs."""
         self.accepting = True
         self.since_s = time.monotonic()
 
     @property
     def has_room(self) -> bool:
-        return self.accepting and len(self.in_flight) < self.max_requests
+        return self.room > 0
 
     @property
     def room(self) -> int:
-        return max(self.max_requests - len(self.in_flight), 0) if self.accepting else 0
+        return max(self.max_requests - self.taken, 0) if self.accepting else 0
+
+    @property
+    def taken(self) -> int:
+        return len(self.in_flight) + self.others
 
     def take(self, request: LiveRequest) -> None:
         self.in_flight[request.request_id] = request
@@ -215,7 +223,7 @@ class Lane:
             return None
         if len(free) == 1:
             return free[0], None
-        homes = [ReplicaHome(seat.replica_id, len(seat.in_flight), seat.max_requests) for seat in free]
+        homes = [ReplicaHome(seat.replica_id, seat.taken, seat.max_requests) for seat in free]
         placement = place_request(len(request.origin.prompt), None, homes)
         if placement is None:
             return None
@@ -227,6 +235,8 @@ class Lanes:
 
     def __init__(self, bounds: QueueSettings) -> None:
         self._bounds = bounds
+        self.share: Callable[[int], int] = lambda bound: bound
+        """This gateway's part of a bound that holds for all gateways together."""
         self._lanes: dict[tuple[FunctionKey, str], Lane] = {}
 
     def of(self, key: FunctionKey, identity: str) -> Lane:
@@ -256,17 +266,18 @@ class Lanes:
     @contextmanager
     def room(self, key: FunctionKey, identity: str, nbytes: int) -> Iterator[None]:
         """A place for a request that is being accepted; raises `Saturated` where it would wait behind too much."""
-        lane, bounds = self.of(key, identity), self._bounds
+        lane = self.of(key, identity)
+        max_requests, max_bytes = self.share(self._bounds.max_requests), self.share(self._bounds.max_bytes)
         places = sum(seat.room for seat in lane.seats.values())
         lanes = self.of_function(key)
         waiting = sum(len(each.waiting) + each.entering for each in lanes) - places
-        if waiting >= bounds.max_requests:
+        if waiting >= max_requests:
             raise Saturated(
-                f"{waiting} requests are waiting for {lane.function} already; at most {bounds.max_requests} may"
+                f"{max(waiting, 0)} requests are waiting for {lane.function} already; at most {max_requests} may"
             )
         waiting_bytes = sum(each.waiting_bytes + each.entering_bytes for each in lanes)
-        if waiting >= 0 and waiting_bytes + nbytes > bounds.max_bytes:
-            raise Saturated(f"the requests waiting for {lane.function} hold {bounds.max_bytes} bytes already")
+        if waiting >= 0 and waiting_bytes + nbytes > max_bytes:
+            raise Saturated(f"the requests waiting for {lane.function} hold {max_bytes} bytes already")
         lane.entering += 1
         lane.entering_bytes += nbytes
         try:

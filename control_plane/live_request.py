@@ -269,3 +269,7 @@ class LiveRequest:
 
     def end_with(self, state: RequestState, error: OutcomeError | None = None) -> End:
         return End(state, self.cached_tokens, error)
+
+    def end_here(self, error: OutcomeError) -> End:
+        """Another gateway goes on with it."""
+        return End(RequestState.FAILED, self.cached_tokens, error, taken_over=True)

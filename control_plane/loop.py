@@ -2,7 +2,8 @@
 
 Events only mark a function; it is looked at once in the same turn of the event loop, so that however many requests wake
 it, it is woken once. Deciding and acting is one step without a pause, so a decision never acts on an older state.
-Limits: one control plane; a cluster needs the lease of `SlotPool`.
+Of several gateways the leader decides, by what all of them have; the others tell it (`demand`), and see to what waits
+with them. Limits: a wake-up through a leader that has just died waits until another leads.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from autoscaler.decision import Decision, Observed, Phase, Reason, ReplicaView, ScalingSpec
+from autoscaler.decision import Decision, Observed, Phase, Reason, ScalingSpec
 from autoscaler.scaling import choose_victims, decide, warm_workers
 from control_plane.decisions import Decisions
+from control_plane.demand import SETTLED_S, Demand, DemandSender, Refusals
 from control_plane.dispatch import Dispatcher
 from control_plane.errors import StokerError
 from control_plane.fleet import STARTING, Fleet, new_replica_spec
 from control_plane.functions import Function, FunctionChange, FunctionStore, Revision
-from control_plane.lanes import DEMAND_WINDOW_NS, FunctionKey, Lane
+from control_plane.gateways import Gateways
+from control_plane.lanes import FunctionKey, Lane
+from control_plane.observation import WINDOW_S, Observation
+from control_plane.peers import DemandAnswer, DemandReport, Refusal
 from control_plane.records import OutcomeError, RequestState
 from control_plane.seating import Seating
 from control_plane.serving import Servable, Serving
@@ -35,7 +40,6 @@ NO_ROOM_AGAIN_S: Final = 1.0
 CALM_S: Final = 0.05
 """How late a change of demand that leaves nobody waiting may be seen."""
 _WELL: Final = frozenset({Reason.AT_TARGET, Reason.KEEP_ALIVE})
-WINDOW_S: Final = DEMAND_WINDOW_NS / 1e9
 
 
 class ControlLoop:
@@ -48,6 +52,9 @@ class ControlLoop:
         fleet: Fleet,
         seating: Seating,
         decisions: Decisions,
+        gateways: Gateways,
+        demand: Demand,
+        sender: DemandSender,
     ) -> None:
         self._settings = settings
         self._functions = functions
@@ -56,19 +63,25 @@ class ControlLoop:
         self._fleet = fleet
         self._seating = seating
         self._decisions = decisions
+        self._gateways = gateways
+        self._demand = demand
+        self._sender = sender
+        self._observation = Observation(serving, dispatcher, fleet, seating, demand)
+        self._leads = False
+        self._refused = Refusals(self._unusable_identity)
         self._dirty: set[FunctionKey] = set()
         self._due: asyncio.Handle | None = None
         self._timers: dict[FunctionKey, asyncio.TimerHandle] = {}
         self._starts: dict[tuple[FunctionKey, int], StartRecord] = {}
         self._calm: dict[FunctionKey, asyncio.TimerHandle] = {}
-        self._woken_s: dict[FunctionKey, float] = {}
         self._told: dict[FunctionKey, str] = {}
         self._warm_target = -1
-        self._since_s: dict[str, tuple[ReplicaState, float]] = {}
-        self._started_s = time.monotonic()
         self.stopped = False
         self.on_new_agent: Callable[[str], None] = lambda slot_id: None
         """Told of a slot that has a new agent, which knows nothing yet."""
+        self.on_lead: Callable[[bool], None] = lambda leads: None
+        """Told when this gateway begins or ceases to decide."""
+        sender.on_refusals = self._refusals
         dispatcher.on_demand = self._demand_changed
         dispatcher.unusable = self._unusable_identity
         serving.wake = self.wake
@@ -98,9 +111,58 @@ class ControlLoop:
 
     def wake(self, servable: Servable) -> None:
         """Somebody is interested but does not wait: as good as one waiting request, for one start."""
-        self._woken_s[servable.key] = time.monotonic()
+        self._observation.woken(servable.key)
+        self._demand.woken(servable.key, servable.identity)
         self._dispatcher.lanes.of(servable.key, servable.identity).touch()
         self.poke(servable.key)
+
+    # --- leading ---
+
+    @property
+    def leads(self) -> bool:
+        return self._leads and self._gateways.leads
+
+    def gateways_changed(self) -> None:
+        """A gateway came or went, or the lead did."""
+        for key in self._demand.forget_gone():
+            self.poke(key)
+        leads = self._gateways.leads
+        if leads != self._leads:
+            self._leads = leads
+            # Nothing is known of the time before: the window begins anew, and nothing ends until it has passed.
+            self._observation.begin()
+            self._told.clear()
+            self._warm_target = -1
+            self.on_lead(leads)
+            self._set_warm()
+        self.poke_all()
+        if not self._gateways.alone and not self.stopped:
+            asyncio.get_running_loop().call_later(SETTLED_S + 0.1, self.poke_all)
+        self._sender.changed(waiting=True)
+
+    def poke_all(self) -> None:
+        for function in self._functions.list():
+            self.poke((function.tenant, function.name))
+        for status in self._fleet.living():
+            self.poke((status.spec.tenant, status.function))
+
+    def take_demand(self, report: DemandReport) -> DemandAnswer:
+        """Another gateway tells what it has; it is told what cannot be had."""
+        if not self.leads:
+            return DemandAnswer(leads=False)
+        was_complete = self._demand.complete
+        changed = self._demand.take(report)
+        for key in changed:
+            self.poke(key)
+        if not was_complete and self._demand.complete:
+            self.poke_all()
+        return DemandAnswer(leads=True, refusals=tuple(self._refused.of(report)))
+
+    def _refusals(self, refusals: tuple[Refusal, ...]) -> None:
+        for refusal in refusals:
+            lane = self._dispatcher.lanes.find((refusal.tenant, refusal.function), refusal.identity)
+            if lane is not None and not lane.ready:
+                self._dispatcher.fail_waiting(lane, OutcomeError(503, refusal.code, refusal.message))
 
     def stop(self) -> None:
         self.stopped = True
@@ -117,21 +179,16 @@ class ControlLoop:
         self._seating.slot_changed()
         if anew:
             self.on_new_agent(slot_id)
-        for function in self._functions.list():
-            self.poke((function.tenant, function.name))
-        for status in self._fleet.living():
-            self.poke((status.spec.tenant, status.function))
+        self.poke_all()
         state = self._fleet.slots.get(slot_id)
         if state is not None and state.warm_target != self._warm_target:
             self._warm_target = -1
             self._set_warm()
 
     def _replica_changed(self, status: ReplicaStatus, before: ReplicaStatus | None) -> None:
-        known = self._since_s.get(status.replica_id)
-        if known is not None and known[0] is status.state:
+        if not self._observation.note(status):
             return
         key = (status.spec.tenant, status.function)
-        self._since_s[status.replica_id] = (status.state, time.monotonic())
         if status.state is ReplicaState.READY:
             self._start_record(key, status.revision).succeeded()
             if status.ready_us and status.created_us:
@@ -139,8 +196,6 @@ class ControlLoop:
         elif status.state is ReplicaState.FAILED and not status.ready_us and status.error is not None:
             self._start_failed(key, status)
         self._seating.replica_changed(status)
-        if status.state in (ReplicaState.ENDED, ReplicaState.FAILED):
-            self._since_s.pop(status.replica_id, None)
         self.poke(key)
 
     def _start_failed(self, key: FunctionKey, status: ReplicaStatus) -> None:
@@ -149,11 +204,12 @@ class ControlLoop:
             return
         record, now_s = self._start_record(key, status.revision), time.monotonic()
         record.failed(error, now_s)
-        self._decisions.record(
-            "start_failed", status.function, status.replica_id, None, f"{error.code}: {error.message}",
-            {"retry": error.retry, "failures": record.failures, "pause_s": round(record.not_before_s - now_s, 3)},
-            tenant=key[0],
-        )  # fmt: skip
+        if self.leads:
+            self._decisions.record(
+                "start_failed", status.function, status.replica_id, None, f"{error.code}: {error.message}",
+                {"retry": error.retry, "failures": record.failures, "pause_s": round(record.not_before_s - now_s, 3)},
+                tenant=key[0],
+            )  # fmt: skip
         reason = record.unusable(now_s)
         if reason:
             lane = self._dispatcher.lanes.of(key, status.spec.identity)
@@ -184,9 +240,17 @@ class ControlLoop:
     def _run(self) -> None:
         self._due = None
         dirty, self._dirty = self._dirty, set()
+        leads = self.leads
+        if not leads and dirty:
+            lanes = (lane for key in dirty for lane in self._dispatcher.lanes.of_function(key))
+            waiting = any(lane.waiting for lane in lanes) or any(map(self._observation.is_woken, dirty))
+            self._sender.changed(waiting=waiting)
         for key in dirty:
             try:
-                self._tick(key)
+                if leads:
+                    self._tick(key)
+                else:
+                    self._tend_own(key)
             except Exception:
                 logger.exception("event=tick_failed function=%s", key[1])
 
@@ -196,6 +260,23 @@ class ControlLoop:
             timer.cancel()
         delay_s = max(at_s - time.monotonic(), 0.0) + 0.001
         self._timers[key] = asyncio.get_running_loop().call_later(delay_s, self.poke, key)
+
+    def _tend_own(self, key: FunctionKey) -> None:
+        """Another gateway decides; what waits here for nothing is this one's to end."""
+        function = self._functions.find(key[1], key[0])
+        lanes = self._dispatcher.lanes.of_function(key)
+        if function is None:
+            self._end_waiting(key, lanes)
+            return
+        target = self._serving.target(function)
+        if target is None:
+            self._without_target(function, lanes)
+            return
+        self._observation.passed_on(key)
+        for lane in lanes:
+            if lane.identity != target.identity:
+                self._dispatcher.lanes.drop(lane)
+                self._end_revisionless(key, lane)
 
     def _tick(self, key: FunctionKey) -> None:
         function = self._functions.find(key[1], key[0])
@@ -210,7 +291,7 @@ class ControlLoop:
             return
         current = [status for status in living if status.revision == target.revision]
         old = [status for status in living if status.revision != target.revision]
-        observed = self._observe(key, target, lanes, current, old)
+        observed = self._observation.of(key, target, lanes, current, old, self.unusable(key, target.revision))
         scaling = target.spec.scaling
         spec = ScalingSpec(
             min_replicas=scaling.min_replicas,
@@ -233,53 +314,6 @@ class ControlLoop:
         self._tell(key, decision, have)
         self._retire_old(target, current, old)
         self._tend_orphans(key, target, lanes)
-
-    def _observe(
-        self,
-        key: FunctionKey,
-        target: Revision,
-        lanes: list[Lane],
-        current: list[ReplicaStatus],
-        old: list[ReplicaStatus],
-    ) -> Observed:
-        now_s = time.monotonic()
-        views: list[ReplicaView] = []
-        for status in current:
-            seat = self._seating.seat(status.replica_id)
-            if status.state is ReplicaState.DRAINING or (seat is not None and not seat.accepting):
-                phase = Phase.DRAINING
-            elif status.state in STARTING or seat is None:
-                phase = Phase.STARTING  # ready, but not connected to yet
-            else:
-                phase = Phase.READY
-            in_flight = len(seat.in_flight) if seat is not None else 0
-            since_s = self._since_s.get(status.replica_id, (status.state, now_s))[1]
-            views.append(ReplicaView(status.replica_id, phase, in_flight, since_s))
-        elsewhere = 0
-        for status in old:
-            seat = self._seating.seat(status.replica_id)
-            elsewhere += len(seat.in_flight) if seat is not None else 0
-        woken_s = self._woken_s.get(key)
-        woken = 0
-        if woken_s is not None:
-            if any(view.phase is not Phase.DRAINING for view in views):
-                del self._woken_s[key]
-            else:
-                woken = 1
-        lane = self._dispatcher.lanes.find(key, target.identity or "")
-        waiting = sum(len(lane.waiting) for lane in lanes) + elsewhere
-        return Observed(
-            waiting=max(waiting, woken),
-            replicas=tuple(views),
-            peak_demand=sum(lane.peak_demand() for lane in lanes),
-            window_covered_s=min(now_s - self._started_s, WINDOW_S),
-            last_activity_s=max((lane.last_activity_s(now_s) for lane in lanes), default=self._started_s),
-            generation=sum(lane.generation for lane in lanes),
-            cold_start_s=self._serving.cold_start_s(target.identity or ""),
-            gaps_s=tuple(lane.gaps_s) if lane is not None else (),
-            complete=self._fleet.in_sight,
-            unusable=self.unusable(key, target.revision),
-        )
 
     # --- acting ---
 
@@ -328,6 +362,8 @@ class ControlLoop:
 
     def _refuse(self, key: FunctionKey, revision: Revision, error: StokerError) -> None:
         outcome = OutcomeError(503, error.code, error.message)
+        identity = revision.identity or ""
+        self._refused.note(Refusal(*key, identity, error.code, error.message))
         self._dispatcher.fail_waiting(self._dispatcher.lanes.of(key, revision.identity or ""), outcome)
 
     def _end(self, key: FunctionKey, revision: Revision, observed: Observed, count: int, decision: Decision) -> None:
@@ -361,7 +397,9 @@ class ControlLoop:
         for status in old:
             key = (status.spec.tenant, status.function)
             lane = self._dispatcher.lanes.find(key, status.spec.identity)
-            needed = status.spec.identity != target.identity and lane is not None and bool(lane.waiting)
+            waits = lane is not None and bool(lane.waiting)
+            waits = waits or self._demand.waiting_elsewhere(key, status.spec.identity) > 0
+            needed = status.spec.identity != target.identity and waits
             if status.state is not ReplicaState.DRAINING and not needed:
                 revision = self._serving.revision(key, status.revision)
                 grace_s = (revision or target).spec.drain_s
@@ -376,17 +414,23 @@ class ControlLoop:
         for lane in lanes:
             if lane.identity != target.identity:
                 self._dispatcher.lanes.drop(lane)
-            if lane.identity == target.identity or not lane.waiting or not self._fleet.in_sight:
+                self._end_revisionless(key, lane)
+        wanted = {lane.identity for lane in lanes if lane.waiting} | self._demand.identities_elsewhere(key)
+        if not self._fleet.in_sight:
+            return
+        for identity in wanted - {target.identity}:
+            if any(s.spec.identity == identity and self._may_serve(s) for s in self._fleet.living(key)):
                 continue
-            if any(s.spec.identity == lane.identity and self._may_serve(s) for s in self._fleet.living(key)):
-                continue
-            revision = self._serving.with_identity(key, lane.identity)
-            if revision is None:
-                self._dispatcher.fail_waiting(
-                    lane, OutcomeError(503, "model_unusable", "the revision this request was accepted for is gone")
-                )
-            else:
+            revision = self._serving.with_identity(key, identity)
+            if revision is not None:
                 self._start(key, revision, 1, None)
+
+    def _end_revisionless(self, key: FunctionKey, lane: Lane) -> None:
+        """Requests of a checkpoint that no revision has any more can be served by nothing."""
+        if lane.waiting and self._fleet.in_sight and self._serving.with_identity(key, lane.identity) is None:
+            self._dispatcher.fail_waiting(
+                lane, OutcomeError(503, "model_unusable", "the revision this request was accepted for is gone")
+            )
 
     def _may_serve(self, status: ReplicaStatus) -> bool:
         return status.state in STARTING or status.state is ReplicaState.READY
@@ -402,15 +446,18 @@ class ControlLoop:
 
     def _wind_up(self, key: FunctionKey, lanes: list[Lane], living: list[ReplicaStatus]) -> None:
         """The function was deleted."""
-        for lane in lanes:
-            for request in list(lane.waiting):
-                error = OutcomeError(404, "function_deleted", f"the function {key[1]} was deleted")
-                self._dispatcher.fail(request, RequestState.REFUSED, error)
+        self._end_waiting(key, lanes)
         for status in living:
             revision = self._serving.revision(key, status.revision)
             self._drain(
                 status.replica_id, revision.spec.drain_s if revision is not None else 0.0, "the function was deleted"
             )
+
+    def _end_waiting(self, key: FunctionKey, lanes: list[Lane]) -> None:
+        for lane in lanes:
+            for request in list(lane.waiting):
+                error = OutcomeError(404, "function_deleted", f"the function {key[1]} was deleted")
+                self._dispatcher.fail(request, RequestState.REFUSED, error)
 
     def _tell(self, key: FunctionKey, decision: Decision, have: int) -> None:
         """Recorded is what changes something, or holds something for another reason than before. That all is well is
@@ -436,6 +483,6 @@ class ControlLoop:
     def _set_warm(self) -> None:
         native = sum(function.spec.engine == "native" for function in self._functions.list())
         wanted = warm_workers(native, self._settings.slot.warm_workers)
-        if wanted != self._warm_target and self._fleet.slots:
+        if self.leads and wanted != self._warm_target and self._fleet.slots:
             self._warm_target = wanted
             self._fleet.spawn(self._fleet.warm(wanted))

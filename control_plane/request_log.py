@@ -20,6 +20,8 @@ class End:
     state: RequestState
     cached_tokens: int = 0
     error: OutcomeError | None = None
+    taken_over: bool = False
+    """It goes on with another gateway: an end here only."""
 
 
 class RequestLog:

@@ -243,6 +243,31 @@ _FIRST: Final = Migration(
     ),
 )
 
+_GATEWAYS: Final = Migration(
+    3,
+    "several gateways: addresses, leases, slots",
+    (
+        "ALTER TABLE gateways ADD COLUMN url TEXT NOT NULL DEFAULT ''",
+        """
+        CREATE TABLE leases (
+            name TEXT PRIMARY KEY,
+            holder TEXT NOT NULL,
+            until_us BIGINT NOT NULL,
+            epoch BIGINT NOT NULL
+        )""",
+        """
+        CREATE TABLE slots (
+            id TEXT PRIMARY KEY,
+            host TEXT NOT NULL,
+            port BIGINT NOT NULL,
+            token TEXT NOT NULL,
+            incarnation TEXT NOT NULL,
+            owner TEXT NOT NULL,
+            seen_us BIGINT NOT NULL
+        )""",
+    ),
+)
+
 _FOURTH: Final = Migration(
     4,
     "what stored KV there is for whoever comes next: chunks, packs, observed reuse",
@@ -294,4 +319,4 @@ _FOURTH: Final = Migration(
     ),
 )
 
-MIGRATIONS: Final[tuple[Migration, ...]] = (_FIRST, _FOURTH)
+MIGRATIONS: Final[tuple[Migration, ...]] = (_FIRST, _GATEWAYS, _FOURTH)

@@ -1,8 +1,9 @@
 """Between the fleet and the dispatcher: a replica that is ready gets a connection and becomes a seat; a connection that
 breaks is made anew while the replica lives, or the replica is ended.
 
-Also brings home the requests of an earlier life of this gateway (`Adoption`): those a living replica still runs are
-attached to, the others wait for a new replica. Limits: a request is attached to only under the epoch the journal has.
+Also brings home the requests of gateways that are gone (`Adoption`): those a living replica still runs are attached to,
+the others wait for a new replica. What a replica holds for other gateways is left alone.
+Limits: a request is attached to only under the epoch the journal has.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from collections.abc import Coroutine, Iterable
 from typing import Any, Final
 
 from control_plane.dispatch import Dispatcher
+from control_plane.errors import StokerError
 from control_plane.fleet import GONE, Fleet
+from control_plane.journal import Journal
 from control_plane.lanes import Seat
 from control_plane.live_request import LiveRequest
 from control_plane.replica_link import LinkError, ReplicaLink
@@ -26,6 +29,14 @@ CONNECT_PAUSES_S: Final = (0.0, 0.02, 0.2, 1.0)
 DEATH_NOTICE_S: Final = 0.5
 """A broken connection mostly means a death, which the agent reports within milliseconds: this long before connecting
 anew."""
+LOOK_FOR_S: Final = 10.0
+"""An adopted request is looked for on its replica no longer than this: then another replica goes on with it, and the
+epoch keeps the first one out."""
+UNREACHABLE_AGAIN_S: Final = 5.0
+"""Pause before a replica that others may well reach is tried once more."""
+UNKNOWN_AGAIN_S: Final = 30.0
+"""What a replica holds and the journal does not know may be in the middle of being accepted elsewhere; after this long
+it was not."""
 
 
 class Adoption:
@@ -42,6 +53,12 @@ class Adoption:
 
     def expects(self, replica_id: str) -> bool:
         return replica_id in self._waiting
+
+    def overdue(self, replica_id: str, live: LiveRequest) -> None:
+        """Its replica was neither reached nor found to be gone."""
+        waiting = self._waiting.get(replica_id, {})
+        if waiting.get(live.request_id) is live:
+            self._release({live.request_id: waiting.pop(live.request_id)}, replica_id)
 
     def claim(self, replica_id: str, running: Iterable[tuple[str, int]]) -> list[tuple[LiveRequest, int]]:
         """The requests that replica runs for us; what we looked for there in vain waits for another replica."""
@@ -70,10 +87,11 @@ class Adoption:
 
 
 class Seating:
-    def __init__(self, fleet: Fleet, dispatcher: Dispatcher, gateway_id: str) -> None:
+    def __init__(self, fleet: Fleet, dispatcher: Dispatcher, journal: Journal, alone: bool = True) -> None:
         self._fleet = fleet
         self._dispatcher = dispatcher
-        self._gateway_id = gateway_id
+        self._journal = journal
+        self._alone = alone
         self.adoption = Adoption(dispatcher)
         self._seats: dict[str, Seat] = {}
         self._connecting: set[str] = set()
@@ -99,6 +117,22 @@ class Seating:
         if self._fleet.in_sight:
             self.adoption.settle({status.replica_id for status in self._fleet.living()})
 
+    def bring_home(self, live: LiveRequest, replica_id: str) -> None:
+        """Own an adopted request that this replica ran when its owner was last heard of."""
+        seat = self._seats.get(replica_id)
+        status = self._fleet.replicas.get(replica_id)
+        if seat is not None:
+            # One that it does not know under this epoch is answered as unknown, and goes on elsewhere.
+            self._dispatcher.attach(live, seat)
+        elif status is not None and status.state in GONE:
+            self._dispatcher.enter(live)
+        else:
+            self.adoption.hold(live, replica_id)
+            asyncio.get_running_loop().call_later(LOOK_FOR_S, self.adoption.overdue, replica_id, live)
+            if status is not None:
+                self.replica_changed(status)
+            self.slot_changed()
+
     async def _connect(self, replica_id: str) -> None:
         try:
             for pause_s in CONNECT_PAUSES_S:
@@ -112,7 +146,7 @@ class Seating:
                         status.host,
                         status.port,
                         status.token,
-                        self._gateway_id,
+                        self._journal.gateway_id,
                         self._dispatcher,
                         stalled_after_s=STALLED_AFTER_S,
                     )
@@ -121,10 +155,20 @@ class Seating:
                     continue
                 self._sit(status, link)
                 return
-            self._fleet.end_replica(replica_id, 0.0, "unreachable")
             self.adoption.gone(replica_id)
+            if self._alone:
+                self._fleet.end_replica(replica_id, 0.0, "unreachable")
+            else:
+                self._spawn(self._try_again(replica_id))
         finally:
             self._connecting.discard(replica_id)
+
+    async def _try_again(self, replica_id: str) -> None:
+        """Other gateways may reach it: its agent, which hears it or does not, decides whether it lives."""
+        await asyncio.sleep(UNREACHABLE_AGAIN_S)
+        status = self._fleet.replicas.get(replica_id)
+        if status is not None and status.state not in GONE and not self._dispatcher.closing:
+            self.replica_changed(status)
 
     def _sit(self, status: ReplicaStatus, link: ReplicaLink) -> None:
         welcome = link.welcome
@@ -143,12 +187,34 @@ class Seating:
         self._seats[status.replica_id] = seat
         held = self.adoption.claim(status.replica_id, welcome.running)
         ours = {live.request_id for live, _ in held}
-        for request_id, epoch in welcome.running:
-            if request_id not in ours:
-                # Ended, cancelled or assigned anew while nobody was connected: nobody waits for it any more.
+        strangers = {request_id: epoch for request_id, epoch in welcome.running if request_id not in ours}
+        self._dispatcher.seat_ready(seat, held)
+        if strangers:
+            self._spawn(self._settle(link, strangers, last=False))
+
+    async def _settle(self, link: ReplicaLink, strangers: dict[str, int], *, last: bool) -> None:
+        """What a replica holds and nobody waits for any more (it ended or was assigned anew while nobody was connected)
+        is let go of; what others own is theirs."""
+        try:
+            whose = await self._journal.whose(list(strangers))
+        except StokerError as error:
+            logger.warning("event=strangers_not_read replica=%s error=%s", link.replica_id, error)
+            return
+        unknown: dict[str, int] = {}
+        for request_id, epoch in strangers.items():
+            known = whose.get(request_id)
+            if known is None and not last:
+                unknown[request_id] = epoch
+                continue
+            live = self._dispatcher.requests.get(request_id)
+            if live is not None and live.epoch == epoch:
+                continue
+            if known is None or known[1] > epoch or known[2].ended:
                 link.cancel(request_id, epoch)
                 link.settled(request_id, epoch)
-        self._dispatcher.seat_ready(seat, held)
+        if unknown:
+            await asyncio.sleep(UNKNOWN_AGAIN_S)
+            await self._settle(link, unknown, last=True)
 
     def _seat_lost(self, seat: Seat, reason: str) -> None:
         if self._seats.get(seat.replica_id) is seat:

@@ -88,12 +88,29 @@ class GatewaySettings:
     lease_s: float = 15.0
     """A gateway that has not renewed its lease for this long is dead and its requests are adopted by another. Shorter
     adopts sooner, but a stall of the machine then looks like a death."""
-    renew_s: float = 5.0
-    """Pause between renewals; a third of the lease, so that two may be missed."""
+    shared: bool = False
+    """Other gateways work on the same database. Otherwise the lock of the data directory says that this one is alone:
+    it adopts at its start what it finds unfinished, and holds no lease."""
+    url: str = ""
+    """Where other gateways reach this one; empty: where it listens."""
+
+    @property
+    def renew_s(self) -> float:
+        """Pause between renewals; a third of the lease, so that two may be missed."""
+        return self.lease_s / 3
+
+    @property
+    def adopt_within_s(self) -> float:
+        """A gateway that dies renewed just before at the latest, which others see a renewal later at most; a lease
+        from then on they adopt."""
+        return self.lease_s + self.renew_s
 
 
 @dataclass(frozen=True, slots=True)
 class SlotSettings:
+    count: int = 1
+    """Slots on this machine, each with an agent, a directory and a pool of its own. 0: a gateway only, which uses the
+    slots of the other gateways of its database."""
     pool_bytes: int = 0
     """Budget of the warm pool in shared memory; 0: half of what is free at the agent's start."""
     warm_workers: int = 1
@@ -161,6 +178,11 @@ class Settings:
     def database_url(self) -> str:
         """Where the database is, as `Database.open` takes it."""
         return self.database.url or str(self.database_path)
+
+    @property
+    def shared(self) -> bool:
+        """Whether other gateways may work on the same database."""
+        return self.gateway.shared or bool(self.database.url)
 
     @property
     def models_dir(self) -> Path:

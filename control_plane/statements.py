@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from typing import Final
 
-LEASE: Final = """
-INSERT INTO gateways (id, host, pid, started_us, lease_until_us) VALUES (:id, :host, :pid, :now, :until)
-ON CONFLICT (id) DO UPDATE SET lease_until_us = excluded.lease_until_us"""
-
-LIVING_GATEWAYS: Final = "SELECT id FROM gateways WHERE lease_until_us > :now"
-
 OWNERS_OF_LIVE: Final = "SELECT DISTINCT owner FROM requests WHERE state IN ('queued', 'running')"
 
 ADOPT: Final = "UPDATE requests SET owner = :me WHERE owner = :owner AND state IN ('queued', 'running')"
+
+TAKE_OVER: Final = """
+UPDATE requests SET owner = :me WHERE owner = :owner AND state IN ('queued', 'running') RETURNING id"""
 
 ACCEPT: Final = """
 INSERT INTO requests (id, tenant, key_id, function, revision, endpoint, model, durability, on_disconnect, stream,
@@ -42,6 +39,8 @@ RECENT: Final = _RECORD + " WHERE r.function = :function ORDER BY r.created_us D
 
 BY_IDEMPOTENCY_KEY: Final = """
 SELECT id, body_hash FROM requests WHERE tenant = :tenant AND idempotency_key = :idempotency_key"""
+
+WHOSE: Final = "SELECT owner, epoch, state FROM requests WHERE id = :id"
 
 STANDING: Final = """
 SELECT owner, epoch, state, last_seq, durability, tenant, key_id, function, revision, model, replica_id, prefill_us,

@@ -1,4 +1,5 @@
-"""What a gateway does now and then: renew its lease, report replicas to the ledger, drop what retention lets go.
+"""What a gateway does now and then: renew its lease, look what others changed, and, where it leads, report replicas to
+the ledger and drop what retention lets go.
 
 Each task has its own pause and survives faults of the storage. Limits: small batches, so that none is ever in the way
 of a token.
@@ -9,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final
 
 from control_plane.context import AppContext
 from control_plane.database import Connection, Database
 from control_plane.errors import StokerError
+from control_plane.fleet import GONE
 from function_runtime.protocol import EngineOptions, ReplicaSpec, ReplicaState, ReplicaStatus, ReplicaTime
 
 logger = logging.getLogger(__name__)
@@ -56,20 +58,37 @@ class Upkeep:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        settings = self._context.settings
+        context, settings = self._context, self._context.settings
         for name, pause_s, work in (
-            ("lease", settings.gateway.renew_s, self._context.journal.heartbeat),
             ("report", REPORT_S, self._report),
             ("sweep", settings.retention.sweep_s, self._sweep),
+            ("refresh", settings.gateway.renew_s, self._refresh),
         ):
-            self._tasks.append(asyncio.get_running_loop().create_task(self._every(name, pause_s, work)))
+            self._spawn(self._every(name, pause_s, work))
+        self._spawn(context.gateways.run())
+        self._spawn(self._once("import_ahead", _import_ahead))
+        self._spawn(self._once("watch_store", context.store.watch))
+        if not context.gateways.alone:
+            self._spawn(context.sender.run())
+        self._spawn(self._keep_books())
 
-        for name, once in (
-            ("close_unseen", self.close_unseen),
-            ("import_ahead", _import_ahead),
-            ("watch_store", self._context.store.watch),
-        ):
-            self._tasks.append(asyncio.get_running_loop().create_task(self._once(name, once)))
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.get_running_loop().create_task(work))
+
+    async def _keep_books(self) -> None:
+        """What nobody wrote down is made good by whoever comes to lead."""
+        led = False
+        while True:
+            leads = self._context.gateways.leads
+            if leads and not led:
+                await self._once("close_unseen", self.close_unseen)
+            led = leads
+            await self._context.gateways.moved()
+
+    async def _refresh(self) -> None:
+        """News of other gateways that did not reach this one."""
+        if not self._context.gateways.alone:
+            await self._context.look_again(("keys", "functions", "slots"))
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -93,21 +112,26 @@ class Upkeep:
                 logger.exception("event=upkeep_failed task=%s", name)
 
     async def close_unseen(self) -> None:
-        """Replicas whose end nobody saw, because agent and control plane were gone at once: their books are closed with
-        what was last known of them."""
+        """Replicas whose end nobody saw, because agent and control plane were gone at once, or nobody who kept books:
+        these are closed with what was last known of them."""
         context = self._context
         await context.fleet.seen()
         for status in await _open_accounts(context.db):
-            if status.replica_id not in context.fleet.replicas:
+            known = context.fleet.replicas.get(status.replica_id)
+            if known is None or known.state in GONE:
                 logger.info("event=close_unseen replica=%s", status.replica_id)
-                await context.ledger.close_replica(status)
+                await context.ledger.close_replica(known or status)
 
     async def _report(self) -> None:
+        if not self._context.gateways.leads:
+            return
         for status in self._context.fleet.living():
             await self._context.ledger.report_replica(status)
 
     async def _sweep(self) -> None:
         context = self._context
+        if not context.gateways.leads:
+            return
         for _ in range(BATCHES):
             if await context.journal.sweep() == 0:
                 break

@@ -64,6 +64,10 @@ class HeldRequest:
     def device(self) -> DeviceTime:
         return DeviceTime(prefill_us=self.prefill_us, decode_us=self.decode_us)
 
+    def is_of_another(self, link: GatewayLink) -> bool:
+        """Whether another gateway that is connected works on it: one that was taken over must not end what goes on."""
+        return self.link is not None and self.link is not link
+
     def tell(self, message: ReplicaMessage) -> None:
         if self.link is not None:
             self.link.send(message)
@@ -172,6 +176,9 @@ class HeldRequests:
     @property
     def any_live(self) -> bool:
         return any(held.live for held in self._by_id.values())
+
+    def live_of_others(self, link: GatewayLink) -> int:
+        return sum(held.live and held.link is not link for held in self._by_id.values())
 
     @property
     def unsettled(self) -> int:

@@ -18,6 +18,8 @@ import traceback
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+import msgspec
+
 from function_runtime.agent_channel import AgentChannel, AgentGone
 from function_runtime.clock import LifeClock, Stopwatch
 from function_runtime.engine_like import EngineLike, RestoredKv
@@ -198,6 +200,7 @@ class Serving:
                 if self._kv is not None:
                     self._kv.finished(ended)
                 ended.finish(now_ns, cancelled=end.cancelled)
+                self._places_moved()
         for request_id, epoch, fault in step.failed:
             if failed := self._living(request_id, epoch):
                 failed.fail(now_ns, fault.code, fault.message, retry=fault.retry)
@@ -226,10 +229,20 @@ class Serving:
         )
         for link in self._links.values():
             if link.welcome:
-                link.send(progress)
+                link.send(self._progress_for(link, progress))
         self._agent.mention(Report(time=life, running=stats.running, waiting=stats.waiting))
         for held in self._held.expired(now_ns):
             self._settle(held)
+
+    def _places_moved(self) -> None:
+        """Where several gateways share the places, each hears at once what the others took or left."""
+        if len(self._links) > 1:
+            self._next_beat_ns = 0
+
+    def _progress_for(self, link: GatewayLink, progress: Progress) -> Progress:
+        """What one gateway is told: how many places the others take, so that they do not sell one twice."""
+        others = self._held.live_of_others(link)
+        return msgspec.structs.replace(progress, others=others) if others else progress
 
     # --- gateways -------------------------------------------------------------------------------------------------
 
@@ -298,7 +311,7 @@ class Serving:
                 self._attach(link, message)
             case Cancel(request_id=request_id, epoch=epoch):
                 held = self._held.get(request_id)
-                if held is None or held.epoch != epoch:
+                if held is None or held.epoch != epoch or held.is_of_another(link):
                     link.send(Unknown(request_id=request_id, epoch=epoch))
                 elif held.outcome is not None:
                     link.send(held.outcome)
@@ -306,7 +319,7 @@ class Serving:
                     self._cancel(held)
             case Settled(request_id=request_id, epoch=epoch):
                 held = self._held.get(request_id)
-                if held is not None and held.epoch == epoch:
+                if held is not None and held.epoch == epoch and not held.is_of_another(link):
                     if held.live:
                         self._cancel(held)
                     self._settle(held)
@@ -334,6 +347,7 @@ class Serving:
         held = HeldRequest(work, link)
         self._held.add(held)
         self._next_beat_ns = min(self._next_beat_ns, time.monotonic_ns() + _BUSY_BEAT_NS)
+        self._places_moved()
         if self._drain is not None:
             held.fail(time.monotonic_ns(), "draining", "this replica is ending", retry=True)
         elif self._kv is not None and work.kv:
@@ -381,6 +395,7 @@ class Serving:
             link.send(Unknown(request_id=attach.request_id, epoch=attach.epoch))
             return
         held.link = link
+        self._places_moved()
         link.send(Attached(request_id=held.id, epoch=held.epoch))
         for message in held.replay(attach.after_seq):
             link.send(message)

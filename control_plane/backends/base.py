@@ -38,6 +38,9 @@ class Backend(Protocol):
     async def start(self, listener: SlotListener) -> None:
         """Begin to watch the slots; returns at once."""
 
+    async def look(self) -> None:
+        """Slots of others may have come, moved or gone: look for them now."""
+
     async def close(self, *, end_agents: bool, grace_s: float) -> None:
         """Stop watching; replicas live on unless `end_agents`."""
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from control_plane.backends.local import pool_directory
+from control_plane.backends.home import pool_directory
 from control_plane.cli.data_dir import DataDir
 from control_plane.cli.down import end_all
 from control_plane.cli.failure import CommandError

@@ -16,7 +16,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any, Final
 
-from control_plane.backends.local import pool_directory
+from control_plane.backends.home import pool_directory
 from control_plane.cli.data_dir import DataDir
 from control_plane.cli.failure import CommandError
 from control_plane.cli.output import Advance, print_json, progress

@@ -2,7 +2,7 @@
 
 A request is accepted (journalled) in a task of its own, so that a client's leaving in that very moment cannot leave it
 half made; room in the queue is reserved before, so that a burst cannot overrun the bounds while it is written down.
-Limits: a request that another gateway owns cannot be read here.
+Limits: a request that another gateway owns is only located here (`Elsewhere`); `gateway.relay` reads it there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final
 import msgspec
 
 from control_plane.context import AppContext
-from control_plane.errors import InvalidRequest, Unavailable
+from control_plane.errors import Elsewhere, InvalidRequest
 from control_plane.gateway.parsing import GenerationRequest, RenderOptions
 from control_plane.gateway.reading import Answer
 from control_plane.gateway.rendering import Head
@@ -50,8 +50,9 @@ _decode_params: Final = msgspec.msgpack.Decoder(Params).decode
 
 
 @contextmanager
-def reading(context: AppContext, live: LiveRequest | None) -> Iterator[None]:
-    """While it lasts somebody reads. When the last reader of a request that is not detached leaves, its work stops."""
+def reading(context: AppContext, live: LiveRequest | None, *, forwarded: bool = False) -> Iterator[None]:
+    """While it lasts somebody reads. When the last reader of a request that is not detached leaves, its work stops;
+    one that another gateway reads for may be gone because that gateway is, which is not the client's leaving."""
     if live is None:
         yield
         return
@@ -60,7 +61,7 @@ def reading(context: AppContext, live: LiveRequest | None) -> Iterator[None]:
         yield
     finally:
         live.readers -= 1
-        if live.readers == 0 and live.live and not live.detached and not context.draining:
+        if live.readers == 0 and live.live and not live.detached and not context.draining and not forwarded:
             context.dispatcher.cancel(live)
 
 
@@ -174,9 +175,13 @@ async def find(context: AppContext, record: RequestRecord) -> tuple[LiveRequest 
     if live is not None:
         return live, answer_of(live)
     if not record.state.ended:
+        await context.adopting.settled()
         fresh = await context.journal.get(record.id)
+        live = context.dispatcher.requests.get(record.id)
+        if live is not None:
+            return live, answer_of(live)
         if fresh is None or not fresh.state.ended:
-            raise Unavailable(f"{record.id} is with another gateway; ask there or try again", retry_after_s=1.0)
+            raise Elsewhere.of(record.id, record.owner if fresh is None else fresh.owner)
         record = fresh
     if not record.params:
         raise InvalidRequest(f"the log of {record.id} is no longer kept", code="log_expired")

@@ -13,11 +13,11 @@ import msgspec
 from aiohttp import web
 
 from control_plane.context import CONTEXT, AppContext
-from control_plane.errors import InvalidRequest, ModelLoading, Saturated, StokerError, Unavailable
+from control_plane.errors import Elsewhere, InvalidRequest, ModelLoading, Saturated, StokerError, Unavailable
 from control_plane.gateway.acceptance import accept, new_origin, randomness, reading
 from control_plane.gateway.access import authenticate
 from control_plane.gateway.parsing import Endpoint, GenerationRequest, parse_chat, parse_completion
-from control_plane.gateway.reading import Answer, EventWriter, first_failure, send_stream, send_whole
+from control_plane.gateway.reading import STREAM_WRITER, Answer, EventWriter, first_failure, send_stream, send_whole
 from control_plane.gateway.rendering import Usage, choices_of
 from control_plane.live_request import LiveRequest, Origin
 from control_plane.serving import Servable
@@ -41,14 +41,18 @@ async def _generate(request: web.Request, endpoint: Endpoint) -> web.StreamRespo
     principal = authenticate(context, request)
     if context.draining:
         raise Unavailable("the service is going down; it will be back", code="draining", retry_after_s=2.0)
+    context.gateways.require()
     body = await _read_body(context, request)
     parsed = parse_chat(body) if endpoint is Endpoint.CHAT else parse_completion(body)
     key = request.headers.get("Idempotency-Key")
     if key is not None and (not key or len(key) > MAX_IDEMPOTENCY_CHARS):
         raise InvalidRequest(f"Idempotency-Key must have 1 to {MAX_IDEMPOTENCY_CHARS} characters")
     writer = EventWriter(request, context.settings.http.heartbeat_s) if parsed.options.stream else None
+    request[STREAM_WRITER] = writer
     try:
         return await _serve(request, context, principal, parsed, key, body, writer)
+    except Elsewhere:
+        raise
     except StokerError as error:
         if writer is None or not writer.open:
             raise

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 from aiohttp import web
 
-from control_plane.errors import StokerError
+from control_plane.errors import Elsewhere, StokerError
 from control_plane.gateway.failures import failure_of
 from control_plane.gateway.parsing import RenderOptions
 from control_plane.gateway.rendering import DONE, EventStream, Head, Usage, comment, error_event, whole_answer
@@ -27,6 +27,8 @@ BATCH_TOKENS: Final = 256
 
 STALLED_READER_S: Final = 120.0
 """A reader whose socket takes nothing for this long holds a handler and a connection for nothing."""
+STREAM_WRITER: Final = "stoker.writer"
+"""Where a handler leaves the stream it has begun, for the rest to be written to it."""
 T = TypeVar("T")
 
 _STREAM_HEADERS: Final = {
@@ -125,13 +127,15 @@ async def send_stream(writer: EventWriter, answer: Answer, after_seq: int) -> we
             moved = await log.changed(cursor, wait_s)
             if not writer.open:
                 if log.end is not None and log.last_seq <= cursor and (error := failure_of(log.end)) is not None:
-                    raise error
+                    raise Elsewhere.of(answer.head.request_id, cursor=cursor) if log.end.taken_over else error
                 await writer.begin(answer.head.request_id)
             wait_s = writer.heartbeat_s
             if not moved:
                 await writer.write(comment(f"heartbeat: {log.note}"))
                 continue
             end = log.end
+            if end is not None and end.taken_over and cursor >= log.last_seq:
+                raise Elsewhere.of(answer.head.request_id, cursor=cursor)
             batch = log.events[cursor : cursor + BATCH_TOKENS]
             data = events.render(batch, cursor + 1)
             cursor += len(batch)
@@ -150,6 +154,8 @@ async def send_stream(writer: EventWriter, answer: Answer, after_seq: int) -> we
 
 async def send_whole(answer: Answer) -> web.Response:
     end = await answer.log.ended()
+    if end.taken_over:
+        raise Elsewhere.of(answer.head.request_id)
     error = failure_of(end)
     if error is not None:
         raise error

@@ -12,10 +12,11 @@ from typing import Final
 from aiohttp import web
 
 from control_plane.context import CONTEXT, AppContext
-from control_plane.errors import InvalidRequest, NotFound
+from control_plane.errors import Elsewhere, InvalidRequest, NotFound
 from control_plane.gateway.acceptance import find, reading
 from control_plane.gateway.access import authenticate
-from control_plane.gateway.reading import Answer, EventWriter, send_stream, send_whole
+from control_plane.gateway.internal import FORWARDED_FOR
+from control_plane.gateway.reading import STREAM_WRITER, Answer, EventWriter, send_stream, send_whole
 from control_plane.live_request import LiveRequest
 from control_plane.records import RequestState
 
@@ -58,15 +59,19 @@ async def stream(request: web.Request) -> web.StreamResponse:
             f"event {cursor} has not happened: the log of {answer.head.request_id} ends at {answer.log.last_seq}",
             param="starting_after",
         )
-    with reading(context, live):
-        return await send_stream(EventWriter(request, context.settings.http.heartbeat_s), answer, cursor)
+    writer = request[STREAM_WRITER] = EventWriter(request, context.settings.http.heartbeat_s)
+    with reading(context, live, forwarded=FORWARDED_FOR in request.headers):
+        return await send_stream(writer, answer, cursor)
 
 
 async def retrieve(request: web.Request) -> web.Response:
-    """The whole answer once there is one; until then what is known (202)."""
+    """The whole answer once there is one; until then what is known (202). A gateway that forwards may wait for it."""
     context = request.app[CONTEXT]
     live, answer = await _locate(context, request)
     headers = {"x-request-id": answer.head.request_id}
+    if FORWARDED_FOR in request.headers and "wait" in request.query:
+        with reading(context, live, forwarded=True):
+            return await send_whole(answer)
     if answer.log.end is None:
         body = {
             "id": answer.head.request_id,
@@ -86,6 +91,8 @@ async def cancel(request: web.Request) -> web.Response:
         context.dispatcher.cancel(live)
         await answer.log.ended()
     end = answer.log.end
+    if end is not None and end.taken_over:
+        raise Elsewhere.of(answer.head.request_id)
     body = {
         "id": answer.head.request_id,
         "object": "request",

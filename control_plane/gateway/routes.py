@@ -6,7 +6,7 @@ from aiohttp import web
 
 from control_plane.api import functions, keys, organization
 from control_plane.context import AppContext
-from control_plane.gateway import generate, health, models, operate, resume
+from control_plane.gateway import generate, health, internal, models, operate, resume
 
 
 def routes(context: AppContext) -> list[web.RouteDef]:
@@ -38,4 +38,5 @@ def routes(context: AppContext) -> list[web.RouteDef]:
         *functions.routes(context),
         *keys.routes(context),
         *organization.routes(context),
+        *internal.routes(context),
     ]

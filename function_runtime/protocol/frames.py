@@ -221,6 +221,8 @@ class Progress(Message, frozen=True):
     kv_used_blocks: int
     kv_total_blocks: int
     time: ReplicaTime
+    others: int = 0
+    """Live requests that the replica reports to other connections than this one, or to none."""
 
 
 ReplicaMessage: TypeAlias = (

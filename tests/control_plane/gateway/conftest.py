@@ -15,6 +15,7 @@ import pytest_asyncio
 from aiohttp.test_utils import TestClient, TestServer
 
 from control_plane.app import build_app, close_context, open_context, start_context
+from control_plane.backends.base import Backend
 from control_plane.context import AppContext
 from control_plane.functions import ImportState
 from control_plane.settings import HttpSettings, QueueSettings, Settings
@@ -39,19 +40,20 @@ class Plane:
     def __init__(self, settings: Settings, slot: FakeSlot, checkpoint: tuple[str, str, str]) -> None:
         self.settings = settings
         self.slot = slot
+        self.backend: Backend = slot
         self.checkpoint = checkpoint
         self.context: AppContext
         self.client: TestClient[Any, Any]
         self.key = ""
 
     async def start(self) -> None:
-        self.context = await open_context(self.settings, self.slot)
+        self.context = await open_context(self.settings, self.backend)
         # The importer is a subprocess, tested elsewhere: here a revision is imported by decree.
         self.context.importing.want = lambda revision: None  # type: ignore[method-assign]
-        await start_context(self.context)
         server = TestServer(build_app(self.context), handler_cancellation=True)
         self.client = TestClient(server, timeout=aiohttp.ClientTimeout(total=30))
         await self.client.start_server()
+        await start_context(self.context, str(server.make_url("")).rstrip("/"))
         self.key = self.settings.admin_key_path.read_text().strip()
 
     async def stop(self) -> None:
@@ -72,6 +74,7 @@ class Plane:
             live.stop_timer()
         await context.seating.close()
         await context.fleet.close(end_agents=False, grace_s=0)
+        await context.peers.close()
         await self.client.close()
         await context.db.close()
 

@@ -101,6 +101,10 @@ class FakeReplica:
             pass
         finally:
             writer.close()
+            if writer in self._writers:
+                self._writers.remove(writer)
+            for request_id in [known for known, owner in self._owners.items() if owner is writer]:
+                del self._owners[request_id]
 
     def _hear(self, word: GatewayWord, writer: asyncio.StreamWriter) -> None:
         self.words.append(word)
@@ -108,7 +112,8 @@ class FakeReplica:
             running = tuple(self._epochs.items())
             spec = self.spec
             self._say(Welcome(spec.replica_id, spec.function, spec.revision, spec.identity,
-                              min(spec.options.max_requests, self.behaviour.max_requests), 8192, running))  # fmt: skip
+                              min(spec.options.max_requests, self.behaviour.max_requests), 8192, running),
+                      writer)  # fmt: skip
         elif isinstance(word, Submit):
             work = word.work
             self.works.append(work)
@@ -116,12 +121,14 @@ class FakeReplica:
             self._held[work.request_id] = []
             self._owners[work.request_id] = writer
             self._running[work.request_id] = asyncio.create_task(self._run(work))
+            self._running[work.request_id].add_done_callback(lambda done: self.tell_others())
+            self.tell_others()
         elif isinstance(word, Attach):
             if word.request_id not in self._epochs:
-                self._say(Unknown(word.request_id, word.epoch))
+                self._say(Unknown(word.request_id, word.epoch), writer)
                 return
             self._owners[word.request_id] = writer
-            self._say(Attached(word.request_id, word.epoch))
+            self._say(Attached(word.request_id, word.epoch), writer)
             for message in self._held[word.request_id]:
                 if isinstance(message, Tokens):
                     skip = word.after_seq + 1 - message.first_seq
@@ -131,15 +138,18 @@ class FakeReplica:
                         message = msgspec.structs.replace(
                             message, first_seq=word.after_seq + 1, events=message.events[skip:]
                         )
-                self._say(message)
+                self._say(message, writer)
         elif isinstance(word, Cancel):
+            if self._owners.get(word.request_id, writer) is not writer:
+                self._say(Unknown(word.request_id, word.epoch), writer)
+                return
             task = self._running.pop(word.request_id, None)
             if task is not None:
                 task.cancel()
             last = sum(len(m.events) for m in self._held.get(word.request_id, ()) if isinstance(m, Tokens))
             before = next((len(w.produced) for w in self.works if w.request_id == word.request_id), 0)
-            self._say(Finished(word.request_id, word.epoch, before + last, True, DeviceTime(5, 5)))
-        elif isinstance(word, Settled):
+            self._say(Finished(word.request_id, word.epoch, before + last, True, DeviceTime(5, 5)), writer)
+        elif isinstance(word, Settled) and self._owners.get(word.request_id, writer) is writer:
             self._epochs.pop(word.request_id, None)
 
     async def _run(self, work: Work) -> None:
@@ -173,17 +183,24 @@ class FakeReplica:
 
     def _tell(self, work: Work, message: Any) -> None:
         self._held[work.request_id].append(message)
-        owner = self._owners[work.request_id]
-        if not owner.is_closing():
+        owner = self._owners.get(work.request_id)
+        if owner is not None and not owner.is_closing():
             owner.write(encode(message))
 
-    def _say(self, message: Any) -> None:
-        for writer in self._writers:
-            if not writer.is_closing():
-                writer.write(encode(message))
+    def _say(self, message: Any, writer: asyncio.StreamWriter) -> None:
+        if not writer.is_closing():
+            writer.write(encode(message))
 
     def heartbeat(self) -> None:
-        self._say(Progress(1, len(self._running), 0, 0, 1, ReplicaTime()))
+        live = [request_id for request_id, task in self._running.items() if not task.done()]
+        for writer in self._writers:
+            others = sum(self._owners.get(request_id) is not writer for request_id in live)
+            self._say(Progress(1, len(live), 0, 0, 1, ReplicaTime(), others), writer)
+
+    def tell_others(self) -> None:
+        """Like a replica with several gateways: each hears at once what the others took or left."""
+        if len(self._writers) > 1:
+            self.heartbeat()
 
     async def cut_connections(self) -> None:
         """The connections break; the replica lives on."""
@@ -213,7 +230,7 @@ class FakeSlot:
         self.warm_target = 0
         self.incarnation = "one"
         self.on_start: Callable[[ReplicaSpec], None] = lambda spec: None
-        self._listener: SlotListener | None = None
+        self._listeners: dict[int, SlotListener] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -225,19 +242,27 @@ class FakeSlot:
         return [replica for replica in self.replicas.values() if not replica.dead]
 
     async def start(self, listener: SlotListener) -> None:
-        self._listener = listener
-        self.tell_state()
+        self.listen(0, listener)
 
-    def tell_state(self) -> None:
-        if self._listener is not None:
-            self._listener.slot_state(
-                "slot-0",
-                SlotState("slot-0", 1, self.incarnation, True, 0, self.warm_target, 0, 0,
-                          replicas=tuple(self.statuses.values())),
-            )  # fmt: skip
+    def listen(self, reader: int, listener: SlotListener) -> None:
+        self._listeners[reader] = listener
+        self.tell_state(reader)
+
+    def leave(self, reader: int) -> None:
+        self._listeners.pop(reader, None)
+
+    def tell_state(self, only: int | None = None) -> None:
+        state = SlotState("slot-0", 1, self.incarnation, True, 0, self.warm_target, 0, 0,
+                          replicas=tuple(self.statuses.values()))  # fmt: skip
+        for reader, listener in list(self._listeners.items()):
+            if only in (None, reader):
+                listener.slot_state("slot-0", state)
+
+    async def look(self) -> None:
+        pass
 
     async def close(self, *, end_agents: bool, grace_s: float) -> None:
-        self._listener = None
+        self.leave(0)
 
     async def shut(self) -> None:
         """The end of the test: everything goes."""
@@ -251,8 +276,8 @@ class FakeSlot:
 
     def _tell(self, replica_id: str, **changes: Any) -> None:
         status = self.statuses[replica_id] = msgspec.structs.replace(self.statuses[replica_id], **changes)
-        if self._listener is not None:
-            self._listener.replica_changed("slot-0", status)
+        for listener in list(self._listeners.values()):
+            listener.replica_changed("slot-0", status)
 
     async def start_replica(self, slot_id: str, spec: ReplicaSpec) -> ReplicaStatus:
         if not self.in_reach:

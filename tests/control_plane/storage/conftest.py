@@ -30,5 +30,4 @@ async def database(where: Path | str) -> AsyncIterator[Database]:
 @pytest.fixture
 async def journal(database: Database) -> Journal:
     made = Journal(database, "gw-1")
-    await made.register()
     return made

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from control_plane.database import Connection, Database
-from control_plane.errors import Fenced, NotFound, StorageUnavailable, Unprocessable
+from control_plane.errors import Fenced, LeaseLapsed, NotFound, StorageUnavailable, Unprocessable
 from control_plane.journal import Journal, Outcome, OutcomeError, RequestState, StageTimes, pack_tokens, unpack_tokens
 from control_plane.ledger import Ledger
 from control_plane.records import LIVE_STATES, TRANSITIONS
-from control_plane.settings import GatewaySettings, RetentionSettings
+from control_plane.settings import RetentionSettings
 from function_runtime.protocol import Accepted as Taken
 from function_runtime.protocol import DeviceTime, FinishReason, KvChunk, TokenEvent, TokenLogprob
 from tests.control_plane.storage.builders import chunk, database_path, done, events, new_request, query, used
@@ -279,20 +279,31 @@ async def test_a_successor_adopts_what_was_unfinished_and_fences_the_former_owne
     assert await write(successor, request_id, 3, 1)
 
 
-async def test_gateways_with_a_lease_keep_their_requests(database: Database) -> None:
-    former, other = Journal(database, "gw-1"), Journal(database, "gw-2")
-    await former.register()
-    request_id = (await former.accept(new_request())).record.id
-    assert await other.adopt() == []
-    await former.release()
-    assert [record.id for record in await other.adopt()] == [request_id]
+async def test_what_is_taken_over_is_returned_to_one_only(database: Database) -> None:
+    former, heirs = Journal(database, "gw-1"), [Journal(database, f"gw-{number}") for number in (2, 3)]
+    ids = [(await former.accept(new_request())).record.id for _ in range(3)]
+    taken = await asyncio.gather(*(heir.take_over(("gw-1", "gw-9")) for heir in heirs))
+    assert sorted(record.id for records in taken for record in records) == sorted(ids)
+    assert {record.owner for records in taken for record in records} <= {"gw-2", "gw-3"}
+    whose = await heirs[0].whose([*ids, "cmpl-unknown"])
+    assert set(whose) == set(ids)
+    assert all(owner != "gw-1" and state is RequestState.QUEUED for owner, _, state in whose.values())
 
 
-async def test_a_lapsed_lease_gives_requests_up(database: Database) -> None:
-    former = Journal(database, "gw-1", gateway=GatewaySettings(lease_s=0.0))
-    await former.register()
-    request_id = (await former.accept(new_request())).record.id
-    assert [record.id for record in await Journal(database, "gw-2").adopt()] == [request_id]
+async def test_without_its_lease_a_gateway_writes_nothing(journal: Journal) -> None:
+    record = (await journal.accept(new_request())).record
+    epoch = await journal.assign(record.id, "rep-1", "slot-0")
+    journal.may_write = lambda: False
+    with pytest.raises(LeaseLapsed):
+        await journal.accept(new_request())
+    with pytest.raises(LeaseLapsed):
+        await journal.assign(record.id, "rep-2", "slot-0")
+    with pytest.raises(LeaseLapsed):
+        await journal.append(record.id, epoch, 1, events(1, 1)[0], 1, used(1, 1), 0)
+    with pytest.raises(LeaseLapsed):
+        await journal.finish(record.id, epoch, done(0))
+    journal.may_write = lambda: True
+    assert await journal.append(record.id, epoch, 1, events(1, 1)[0], 1, used(1, 1), 0)
 
 
 async def test_without_durability_tokens_are_granted_from_memory_and_in_order(

@@ -78,7 +78,6 @@ class JournalMachine(RuleBasedStateMachine):
             database = self.runner.run(Database.open(where))
             self.databases.append(database)
             self.journals.append(Journal(database, f"gw-{number}"))
-            self.runner.run(self.journals[number].register())
 
     def teardown(self) -> None:
         if hasattr(self, "runner"):

@@ -68,7 +68,6 @@ class Yard:
 @pytest.fixture
 async def yard(database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Yard:
     yard = Yard(database, tmp_path / "objects", monkeypatch)
-    await yard.journal.register()
     return yard
 
 

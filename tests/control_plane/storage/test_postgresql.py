@@ -73,7 +73,6 @@ async def spoken(path: Path) -> set[str]:
     )
     heard.clear()
     journal, ledger, keys, store = Journal(database, "gw-1"), Ledger(database), Keys(database), FunctionStore(database)
-    await journal.register()
     spec = {"name": "smol", "model": "pypi://x"}
     await store.put(parse_mapping(spec), "default")
     await store.put(parse_mapping({**spec, "drain_s": 1}), "default")

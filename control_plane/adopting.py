@@ -1,0 +1,138 @@
+"""Taking over the unfinished requests of gateways that are gone, each by exactly one of those that live.
+
+The journal moves the owner in one statement; whoever moved it goes on with the request: attached to the replica that
+still runs it, under the epoch it has, or queued for another under the next. A former owner that wakes up again is
+refused by the journal from then on, and lets go of what it finds taken.
+Limits: a request whose log cannot be read stays with its new owner for the next start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from typing import Final
+
+from control_plane.dispatch import Dispatcher
+from control_plane.errors import StokerError
+from control_plane.gateway.acceptance import origin_of
+from control_plane.journal import Journal
+from control_plane.kv_desk import KvDesk
+from control_plane.live_request import LiveRequest, TimeLimits
+from control_plane.records import OutcomeError, RequestRecord, RequestState
+from control_plane.request_log import RequestLog
+from control_plane.seating import Seating
+from control_plane.serving import Serving, limits_of
+from control_plane.tenants import Keys
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_LIMITS: Final = TimeLimits(600.0, 120.0, 120.0, 60.0, 3600.0)
+"""For an adopted request whose function is gone."""
+
+
+class Adopting:
+    def __init__(
+        self,
+        journal: Journal,
+        keys: Keys,
+        serving: Serving,
+        dispatcher: Dispatcher,
+        seating: Seating,
+        kv_desk: KvDesk,
+    ) -> None:
+        self._journal = journal
+        self._keys = keys
+        self._serving = serving
+        self._dispatcher = dispatcher
+        self._seating = seating
+        self._kv_desk = kv_desk
+        self._task: asyncio.Task[None] | None = None
+        self.adopted = 0
+        self.on_adopted: Callable[[], None] = lambda: None
+
+    async def at_start(self) -> None:
+        """Where the data directory's lock says that nobody else lives, no lease has to run out first."""
+        await self._resume_all(await self._journal.adopt(alive=()))
+
+    def orphans(self, owners: tuple[str, ...]) -> None:
+        """Take over from these gateways, unless that is under way: they are told again until nothing is left."""
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._take_over(owners))
+
+    async def settled(self) -> None:
+        """Returns when no adoption is under way."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+
+    async def _take_over(self, owners: tuple[str, ...]) -> None:
+        try:
+            await self._resume_all(await self._journal.take_over(owners))
+        except StokerError as error:
+            logger.warning("event=adoption_refused owners=%s error=%s", ",".join(owners), error)
+        except Exception:
+            logger.exception("event=adoption_failed owners=%s", ",".join(owners))
+
+    async def _resume_all(self, records: list[RequestRecord]) -> None:
+        for key in {(record.tenant, record.function) for record in records}:
+            await self._serving.load_older(key)
+        for record in records:
+            try:
+                await self._resume(record)
+            except Exception:
+                # It stays in the journal for the next start; the others must not suffer for it.
+                logger.exception("event=adopt_failed request=%s", record.id)
+        if records:
+            self.adopted += len(records)
+            logger.info("event=adopted requests=%d", len(records))
+            self.on_adopted()
+
+    async def _resume(self, record: RequestRecord) -> None:
+        revision = self._serving.revision((record.tenant, record.function), record.revision)
+        limits = limits_of(revision) if revision is not None else DEFAULT_LIMITS
+        shares, price = ("tenant", 0)
+        if revision is not None:
+            shares, price = revision.spec.share_prefixes, revision.spec.price_microusd_per_hour
+        origin = origin_of(record, limits, await self._keys.kv_scope(record.tenant), shares, price)
+        origin = dataclasses.replace(origin, reuse=self._kv_desk.reuse(origin))
+        # Whoever was reading it is gone with the gateway: that is not the client's leaving.
+        live = LiveRequest(origin, detached=True, log=RequestLog(await self._journal.log(record.id)))
+        live.epoch = record.epoch
+        live.kv = await self._journal.kv(record.id)
+        live.prefill_ends = record.prefill_ends
+        live.cached_tokens = record.cached_tokens
+        live.accept_ns = time.monotonic_ns() - max(time.time_ns() - record.created_us * 1000, 0)
+        if not origin.durable and record.state is RequestState.RUNNING:
+            error = OutcomeError(
+                500, "gateway_lost", "the gateway died and this function keeps no log (durability: off)"
+            )
+            self._dispatcher.requests[live.request_id] = live
+            self._dispatcher.fail(live, RequestState.FAILED, error)
+        elif live.complete:
+            self._dispatcher.end_complete(live)
+        elif record.state is RequestState.RUNNING and record.replica_id is not None:
+            self._seating.bring_home(live, record.replica_id)
+        else:
+            self._dispatcher.enter(live)
+
+    def regained(self) -> None:
+        """The lease was lost for a while: let go of what others have taken over."""
+        if self._dispatcher.requests:
+            asyncio.get_running_loop().create_task(self._let_go_of_taken())
+
+    async def _let_go_of_taken(self) -> None:
+        try:
+            whose = await self._journal.whose(list(self._dispatcher.requests))
+            for request_id, (owner, _, _) in whose.items():
+                live = self._dispatcher.requests.get(request_id)
+                if live is not None and live.live and owner != self._journal.gateway_id:
+                    self._dispatcher.endings.fenced(live)
+        except StokerError as error:
+            logger.warning("event=owners_not_read error=%s", error)  # what was taken shows at its next commit
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)

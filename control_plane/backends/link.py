@@ -1,0 +1,116 @@
+"""One slot as a backend sees it: its agent is found, watched by its event stream, and found again when that ends.
+
+Where the agent is (and who starts it) is its home's to say. Limits: a hung agent is only noticed by the silence of its
+stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from typing import Final, Protocol
+
+from control_plane.backends.agent_client import AgentClient
+from control_plane.backends.base import SlotListener, SlotUnavailable
+from function_runtime.protocol import AgentInfo
+
+logger = logging.getLogger(__name__)
+
+AGAIN_S: Final = (0.0, 0.2, 1.0, 3.0, 10.0)
+"""Pauses before an agent that keeps ending is looked for (or started) again; the last one repeats."""
+STEADY_S: Final = 30.0
+"""An agent that lived this long is trusted again."""
+HUNG_S: Final = 60.0
+"""An agent that lives and has said nothing for this long is hung."""
+
+
+class AgentHome(Protocol):
+    async def find(self) -> AgentInfo:
+        """The slot's agent; raises SlotUnavailable, or OSError for a directory that cannot be used."""
+        ...
+
+    async def is_gone(self) -> bool:
+        """Whether there is no agent now: it has ended, and its replicas with it."""
+        ...
+
+    async def connected(self, info: AgentInfo) -> None:
+        """It answers."""
+        ...
+
+    def end_hung(self) -> None: ...
+
+    async def news(self, pause_s: float) -> None:
+        """Returns after the pause, or as soon as there is reason to look again."""
+        ...
+
+
+class SlotLink:
+    def __init__(self, slot_id: str, home: AgentHome) -> None:
+        self.slot_id = slot_id
+        self.home = home
+        self._client: AgentClient | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._heard_s = time.monotonic()
+
+    @property
+    def agent(self) -> AgentClient:
+        if self._client is None:
+            raise SlotUnavailable(f"the agent of {self.slot_id} is not connected")
+        return self._client
+
+    def start(self, listener: SlotListener) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._watch(listener))
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+
+    async def shutdown_agent(self, grace_s: float) -> None:
+        if self._client is not None:
+            try:
+                await self._client.shutdown(grace_s)
+            except SlotUnavailable as error:
+                logger.warning("event=agent_shutdown_failed slot=%s error=%s", self.slot_id, error)
+
+    async def _watch(self, listener: SlotListener) -> None:
+        failures = 0
+        while True:
+            begin_s = time.monotonic()
+            try:
+                info = await self.home.find()
+                async with AgentClient(info) as client:
+                    self._client = client
+                    await self._listen(client, info, listener)
+                    reason = "the agent closed its event stream"
+            except SlotUnavailable as error:
+                reason = str(error)
+            except OSError as error:
+                reason = f"the slot's directory cannot be used: {error}"
+            finally:
+                self._client = None
+            gone = await self.home.is_gone()
+            failures = 0 if time.monotonic() - begin_s > STEADY_S else failures + 1
+            logger.warning("event=agent_lost slot=%s gone=%s reason=%s", self.slot_id, gone, reason)
+            listener.slot_lost(self.slot_id, reason, agent_gone=gone)
+            if not gone and time.monotonic() - self._heard_s > HUNG_S:
+                self.home.end_hung()
+            await self.home.news(AGAIN_S[min(max(failures - 1, 0), len(AGAIN_S) - 1)])
+
+    async def _listen(self, client: AgentClient, info: AgentInfo, listener: SlotListener) -> None:
+        first = True
+        async for event in client.events():
+            self._heard_s = time.monotonic()
+            if first:
+                first = False
+                logger.info("event=agent_connected slot=%s pid=%d", self.slot_id, info.pid)
+                await self.home.connected(info)
+            if event.state is not None:
+                listener.slot_state(self.slot_id, event.state)
+            if event.replica is not None:
+                listener.replica_changed(self.slot_id, event.replica)
+            if event.log:
+                logger.info("event=agent_says slot=%s text=%s", self.slot_id, event.log)

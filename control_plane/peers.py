@@ -1,0 +1,138 @@
+"""What gateways say to one another over HTTP, under a token that only holders of the database can derive.
+
+    changed   something in the database is worth another look (gateways, functions, keys, slots)
+    demand    who waits and what runs here, for whoever leads the control loop; answered with what cannot be served
+
+Requests of clients that another gateway owns are forwarded with the same token (`gateway.relay`). Limits: a message
+that is lost costs only time: whatever it said is found at the next renewal, or said again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+
+from control_plane.gateways import Gateways
+
+logger = logging.getLogger(__name__)
+
+CALL_S: Final = 3.0
+CHANGED_PATH: Final = "/internal/v1/changed"
+DEMAND_PATH: Final = "/internal/v1/demand"
+
+
+class News(msgspec.Struct, frozen=True):
+    what: tuple[str, ...]
+    """gateways | functions | keys | slots"""
+
+
+class LaneDemand(msgspec.Struct, frozen=True):
+    """What one gateway has of one function and checkpoint."""
+
+    tenant: str
+    function: str
+    identity: str
+    waiting: int
+    peak_demand: int
+    """Largest within the scale-in window."""
+    generation: int
+    idle_s: float
+    """Since the last activity; 0 while there is some."""
+    woken: bool = False
+    """Somebody wants it and does not wait."""
+    running: tuple[tuple[str, int], ...] = ()
+    """(replica, requests in flight)."""
+    gaps_s: tuple[float, ...] = ()
+
+
+class DemandReport(msgspec.Struct, frozen=True):
+    """Everything at once, so that a lost report is made good by the next."""
+
+    gateway: str
+    lanes: tuple[LaneDemand, ...]
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """No replica of this can be had: what waits for one may be told so."""
+
+    tenant: str
+    function: str
+    identity: str
+    code: str
+    message: str
+
+
+class DemandAnswer(msgspec.Struct, frozen=True):
+    leads: bool
+    refusals: tuple[Refusal, ...] = ()
+
+
+_answer: Final = msgspec.msgpack.Decoder(DemandAnswer).decode
+_encode: Final = msgspec.msgpack.Encoder().encode
+
+
+class Peers:
+    def __init__(self, gateways: Gateways, token: str) -> None:
+        self._gateways = gateways
+        self.token = token
+        self._session: aiohttp.ClientSession | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """Connections to the other gateways; kept open, as a wake-up must not wait for a handshake."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=CALL_S),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+                headers={"Authorization": f"Bearer {self.token}"},
+                read_bufsize=1 << 20,
+            )
+        return self._session
+
+    def tell(self, *what: str) -> None:
+        """Say to every other gateway that there is news; nobody waits for it."""
+        if self._closed:
+            return
+        for peer in self._gateways.peers.values():
+            self._spawn(self._tell(peer.url, News(what)))
+
+    async def tell_all(self, *what: str) -> None:
+        """The same, and wait until it was said."""
+        await asyncio.gather(*(self._tell(peer.url, News(what)) for peer in self._gateways.peers.values()))
+
+    async def _tell(self, url: str, news: News) -> None:
+        try:
+            async with self.session.post(url + CHANGED_PATH, data=_encode(news)) as response:
+                await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            logger.info("event=peer_not_told url=%s what=%s error=%r", url, ",".join(news.what), error)
+
+    async def send_demand(self, url: str, report: DemandReport) -> DemandAnswer | None:
+        """None: it was not heard."""
+        try:
+            async with self.session.post(url + DEMAND_PATH, data=_encode(report)) as response:
+                body = await response.read()
+                return _answer(body) if response.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError) as error:
+            logger.info("event=demand_not_heard url=%s error=%r", url, error)
+            return None
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
