@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from function_runtime.kv.arrival import Arrival
 from function_runtime.protocol import TokenEvent, Work
 
 
@@ -59,6 +60,19 @@ class Admission(Protocol):
     def exact(self) -> bool: ...
     @property
     def detail(self) -> str: ...
+    @property
+    def pending(self) -> bool:
+        """Its stored KV is on its way: what came of it is in a later step's `admitted`."""
+        ...
+
+
+class LateAdmission(Admission, Protocol):
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def load_us(self) -> int: ...
 
 
 class RequestTokensLike(Protocol):
@@ -125,6 +139,8 @@ class StepLike(Protocol):
     @property
     def sealed(self) -> Sequence[SealedRangeLike]: ...
     @property
+    def admitted(self) -> Sequence[LateAdmission]: ...
+    @property
     def device_us(self) -> Mapping[str, tuple[int, int]]:
         """Per request (prefill_us, decode_us) of this step; the sum is the step's busy time."""
         ...
@@ -136,6 +152,7 @@ class EngineStats:
     waiting: int
     kv_used_blocks: int
     kv_total_blocks: int
+    preemptions: int = 0
 
 
 class EngineLike(Protocol):
@@ -150,7 +167,7 @@ class EngineLike(Protocol):
 
     @property
     def stats(self) -> EngineStats: ...
-    def submit(self, work: Work, restored: RestoredKv | None) -> Admission:
+    def submit(self, work: Work, restored: RestoredKv | Arrival | None) -> Admission:
         """Raises `EngineFault` for a request it cannot carry."""
         ...
 
@@ -178,6 +195,7 @@ class Admitted:
     recomputed_tokens: int = 0
     exact: bool = True
     detail: str = ""
+    pending: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,3 +233,4 @@ class Step:
     failed: tuple[tuple[str, int, FaultLike], ...] = ()
     sealed: tuple[SealedRange, ...] = ()
     device_us: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    admitted: tuple[LateAdmission, ...] = ()

@@ -23,8 +23,11 @@ from function_runtime.engine.output import Admitted, Restored, StepOutput
 from function_runtime.engine_like import EngineLike, EngineStats, KvLayout, RestoredKv
 from function_runtime.errors import EngineFault, LoadError
 from function_runtime.inbox import Inbox
+from function_runtime.kv.arrival import Arrival
 from function_runtime.kv.identity import KvIdentity
+from function_runtime.kv.reader import Capabilities
 from function_runtime.kv.service import DurableKv
+from function_runtime.kv.speeds import Measured
 from function_runtime.protocol import ReplicaSpec, Work
 from function_runtime.serving import KvService, Serving
 from model_loader.errors import LoaderError
@@ -46,10 +49,7 @@ class NativeEngine:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        layout = engine.kv_layout
-        self.kv_layout: KvLayout | None = KvLayout(
-            layout.num_layers, layout.kv_heads, layout.head_dim, layout.dtype, layout.block_size
-        )
+        self.kv_layout: KvLayout | None = engine.kv_layout
         self.max_context_tokens = engine.max_context
 
     @property
@@ -58,12 +58,16 @@ class NativeEngine:
 
     @property
     def stats(self) -> EngineStats:
-        stats = self._engine.stats
-        return EngineStats(stats.running, stats.waiting, stats.kv_used_blocks, stats.kv_total_blocks)
+        return self._engine.stats
 
-    def submit(self, work: Work, restored: RestoredKv | None) -> Admitted:
+    @property
+    def measured(self) -> Measured:
+        return self._engine.measured
+
+    def submit(self, work: Work, restored: RestoredKv | Arrival | None) -> Admitted:
         try:
-            return self._engine.submit(work, self._restored(restored) if restored is not None else None)
+            stored = self._restored(restored) if isinstance(restored, RestoredKv) else restored
+            return self._engine.submit(work, stored)
         except EngineError as error:
             raise EngineFault(error.code, error.message, retry=error.retry) from error
 
@@ -215,4 +219,12 @@ class NativeBuilder:
             rope=json.dumps(rope, sort_keys=True, separators=(",", ":")),
             engine_format=f"{ENGINE_FORMAT}/{spec.options.device.partition(':')[0]}",
         )
-        return DurableKv(spec.kv_store, identity, inbox, serving, chunk_tokens=spec.options.kv_chunk_tokens)
+        return DurableKv(
+            spec.kv_store,
+            identity,
+            inbox,
+            serving,
+            chunk_tokens=spec.options.kv_chunk_tokens,
+            measured=engine.measured if isinstance(engine, NativeEngine) else None,
+            engine=Capabilities(layout.num_layers, spec.options.step_tokens),
+        )

@@ -27,6 +27,7 @@ from function_runtime.errors import EngineFault
 from function_runtime.gateway_link import HELLO_WITHIN_S, GatewayLink
 from function_runtime.held import HeldRequest, HeldRequests
 from function_runtime.inbox import Inbox
+from function_runtime.kv.arrival import Arrival
 from function_runtime.protocol import (
     HEARTBEAT_S,
     PROTOCOL_VERSION,
@@ -59,7 +60,7 @@ FLUSH_WITHIN_S: Final = 5.0
 class KvRead:
     """What came back from the store for a request: a gapless, verified beginning of each choice, or nothing."""
 
-    restored: RestoredKv | None
+    restored: RestoredKv | Arrival | None
     duration_us: int
     detail: str = ""
 
@@ -186,6 +187,19 @@ class Serving:
                 user.prefill_us += prefill_us
                 user.decode_us += decode_us
                 self._clock.attribute(prefill_us + decode_us)
+        for admission in step.admitted:
+            if taken := self._living(admission.request_id, admission.epoch):
+                taken.admit(
+                    Accepted(
+                        request_id=taken.id,
+                        epoch=taken.epoch,
+                        loaded_tokens=admission.loaded_tokens,
+                        recomputed_tokens=admission.recomputed_tokens,
+                        exact=admission.exact,
+                        load_us=admission.load_us,
+                        detail=admission.detail,
+                    )
+                )
         for tokens in step.tokens:
             if producer := self._living(tokens.request_id, tokens.epoch):
                 producer.produce(tokens)
@@ -376,6 +390,10 @@ class Serving:
             # One request that the engine trips over is no reason to end the others; it would trip again elsewhere.
             traceback.print_exc()
             held.fail(time.monotonic_ns(), "engine_failed", f"the engine failed to take it: {error}", retry=False)
+            return
+        if admission.pending:
+            # What came of its stored KV is said when it is known, before its first token.
+            held.in_engine = True
             return
         held.admit(
             Accepted(

@@ -31,6 +31,7 @@ from function_runtime.engine_like import (
 )
 from function_runtime.errors import EngineFault, LoadError
 from function_runtime.inbox import Inbox
+from function_runtime.kv.arrival import Arrival
 from function_runtime.protocol import FinishReason, ReplicaSpec, TokenEvent, Work
 from function_runtime.serving import KvService, Serving
 
@@ -77,7 +78,7 @@ class StubEngine:
         running = min(len(self._requests), self._max_requests)
         return EngineStats(running, len(self._requests) - running, running, self._max_requests)
 
-    def submit(self, work: Work, restored: RestoredKv | None) -> Admitted:
+    def submit(self, work: Work, restored: RestoredKv | Arrival | None) -> Admitted:
         if len(work.prompt) + work.sampling.max_tokens > self.max_context_tokens:
             raise EngineFault("context_length_exceeded", "prompt and answer exceed the context", retry=False)
         self._requests[work.request_id] = _Request(work)

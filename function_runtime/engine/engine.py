@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -29,8 +30,6 @@ from function_runtime.engine.memory import keep_freed_memory
 from function_runtime.engine.models.llama import Llama
 from function_runtime.engine.output import (
     Admitted,
-    EngineStats,
-    KvLayout,
     RequestEnd,
     RequestTokens,
     Restored,
@@ -38,12 +37,17 @@ from function_runtime.engine.output import (
     StepOutput,
 )
 from function_runtime.engine.prefix import Chain
+from function_runtime.engine.receiving import Receiver
 from function_runtime.engine.request import Choice, Phase, Request
+from function_runtime.engine.restoring import Gate, Pieces
 from function_runtime.engine.resume import Usable, check_restored, usable
 from function_runtime.engine.scheduler import Schedule, Scheduler
 from function_runtime.engine.sizing import kv_blocks
 from function_runtime.engine.step import Drawn, StepRunner
 from function_runtime.engine.weights import map_weights
+from function_runtime.engine_like import EngineStats, KvLayout
+from function_runtime.kv.arrival import Arrival, ArrivalFailed
+from function_runtime.kv.speeds import Measured, expected_of
 from function_runtime.protocol import EngineOptions, TokenEvent, Work
 from model_loader.manifest import ModelConfig
 from model_loader.prepared import PreparedFile
@@ -66,9 +70,8 @@ class Engine:
             raise InvalidWork(f"kv_chunk_tokens {options.kv_chunk_tokens} is no multiple of {BLOCK_SIZE}")
         self.max_context = min(options.max_context_tokens or config.max_position, config.max_position)
         dtype = model.dtype
-        item_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
         self.kv_layout = KvLayout(
-            config.num_layers, config.num_kv_heads, config.head_dim, _DTYPE_NAMES[dtype], BLOCK_SIZE, item_bytes
+            config.num_layers, config.num_kv_heads, config.head_dim, _DTYPE_NAMES[dtype], BLOCK_SIZE
         )
         blocks = kv_blocks(self.kv_layout, options.kv_bytes, options.max_requests, self.max_context, device)
         self._options = options
@@ -87,6 +90,11 @@ class Engine:
         self._arrivals = 0
         self._parting: dict[str, Request] = {}
         """Requests that ended with the last step: their blocks are free, and unchanged until the next one."""
+        self._receiver = Receiver(self._cache, self._scheduler, options.kv_chunk_tokens, self._publish, _admitted)
+        width = config.num_heads * config.head_dim
+        inner = config.hidden_size * (3 * config.intermediate_size + 2 * width)
+        parameters = config.num_layers * inner + config.hidden_size * config.vocab_size
+        self.measured = Measured(expected_of(parameters, config.num_layers, width, device.type))
 
     @classmethod
     def load(
@@ -109,8 +117,10 @@ class Engine:
 
     # --- between steps --------------------------------------------------------------------------------------------
 
-    def submit(self, work: Work, restored: Restored | None = None) -> Admitted:
+    def submit(self, work: Work, restored: Restored | Arrival | None = None) -> Admitted:
         """Takes a request on; it is computed from the next step on. Raises `EngineError` where it cannot be served."""
+        if isinstance(restored, Arrival):
+            return self._submit_arriving(work, restored)
         if work.request_id in self._requests:
             raise InvalidWork(f"request {work.request_id} is here already: cancel it first")
         request = admit(work, self._arrivals, self._bounds, self._tokenizer)
@@ -122,7 +132,7 @@ class Engine:
             ]
             check_restored(request, restored.lengths, starts)
             stored = usable(request, restored.lengths)
-            request.restored = restored if stored.prompt else None
+            request.restored = Pieces.of(restored) if stored.prompt else None
         self._arrivals += 1
         for choice in request.choices:
             sealing.begin(request, choice, self._options.kv_chunk_tokens, stored.prompt + stored.steps)
@@ -141,6 +151,21 @@ class Engine:
         wanted = (len(work.prompt) - 1) // BLOCK_SIZE
         chain.extend(work.prompt, wanted)
         return len(self._pool.find(chain.hashes)) * BLOCK_SIZE
+
+    def _submit_arriving(self, work: Work, arrival: Arrival) -> Admitted:
+        if work.request_id in self._requests:
+            raise InvalidWork(f"request {work.request_id} is here already: cancel it first")
+        request = admit(work, self._arrivals, self._bounds, self._tokenizer)
+        self._arrivals += 1
+        if request.ended:
+            arrival.abandon()
+            self._ended.append(RequestEnd(work.request_id, work.epoch, request.seq, cancelled=False))
+            return _admitted(request, Usable(0, 0))
+        for choice in request.choices:
+            sealing.begin(request, choice, self._options.kv_chunk_tokens, 0)
+        self._requests[work.request_id] = request
+        self._receiver.expect(request, arrival)
+        return replace(_admitted(request, Usable(0, 0)), pending=True)
 
     def cancel(self, request_id: str) -> bool:
         """Ends a request; its blocks are free on return, and the next step's output reports its end."""
@@ -166,6 +191,8 @@ class Engine:
         request = self._requests.get(request_id) or self._parting.get(request_id)
         if request is None:
             raise InvalidWork(f"request {request_id} is not here")
+        if self._receiver.holds(request):
+            raise InvalidWork(f"the stored KV of {request_id} is not all here yet")
         holder = request.choices[choice]
         if not holder.blocks and end <= len(request.prompt):
             holder = next((c for c in request.choices if c.blocks), holder)
@@ -176,7 +203,7 @@ class Engine:
     def kv_tails(self, request_id: str) -> tuple[SealedRange, ...]:
         """Computed positions of a running request that no chunk covers yet; to be exported before the next step."""
         request = self._requests.get(request_id)
-        if request is None:
+        if request is None or self._receiver.holds(request):
             return ()
         held = [choice for choice in request.choices if choice.blocks]
         return tuple(sealed for choice in held for sealed in sealing.tail(request, choice))
@@ -191,20 +218,48 @@ class Engine:
         if not self._requests:
             return StepOutput(finished=tuple(ended))
         with torch.inference_mode():
+            self._receiver.receive(alone=len(self._requests) == 1)
             schedule = self._scheduler.schedule()
             for request in schedule.admitted:
-                self._write_restored(request)
-            self._cache.copy(schedule.copies)
-            drawn = self._runner.run(schedule) if schedule.decodes or schedule.chunks else []
+                self._receiver.admit(request)
+            gate = self._receiver.take_gate()
+            try:
+                drawn = self._run(schedule, gate)
+            except ArrivalFailed:
+                self._receiver.give_up_pass()
+                return StepOutput(finished=tuple(ended))
+        if not (schedule.decodes or schedule.chunks or schedule.admitted):
+            self._receiver.wait()
         output = self._settle(schedule, drawn, ended)
-        prefill = {chunk.request.request_id: chunk.end - chunk.start for chunk in schedule.chunks}
+        prefill: dict[str, int] = {}
+        for chunk in schedule.chunks:
+            name = chunk.request.request_id
+            prefill[name] = prefill.get(name, 0) + chunk.end - chunk.start
         decode = {request.request_id: len(choices) for request, choices in schedule.decodes}
         if not prefill and not decode:
             return output
         busy_us = (time.monotonic_ns() - begin_ns) // 1000
-        return StepOutput(
-            output.tokens, output.finished, output.failed, output.sealed, attribute(busy_us, prefill, decode), busy_us
-        )
+        if gate is None:
+            self._measure(schedule, busy_us / 1e6)
+        return replace(output, device_us=attribute(busy_us, prefill, decode), busy_us=busy_us)
+
+    def _run(self, schedule: Schedule, gate: Gate | None) -> list[Drawn]:
+        if not schedule.decodes and not schedule.chunks:
+            return []
+        if gate is not None and schedule.copies:
+            gate.open(self.kv_layout.num_layers)
+        self._cache.copy(schedule.copies)
+        drawn = self._runner.run(schedule, gate)
+        # Nothing that was computed from a chunk leaves before the chunk has its digest.
+        self._receiver.pass_is_sound()
+        return drawn
+
+    def _measure(self, schedule: Schedule, seconds: float) -> None:
+        """What one chunk, or one row, took by itself."""
+        if len(schedule.chunks) == 1 and not schedule.decodes:
+            self.measured.prefilled(schedule.chunks[0].start, schedule.chunks[0].end, seconds)
+        elif not schedule.chunks and len(schedule.decodes) == 1:
+            self.measured.decoded(schedule.decodes[0][1][0].computed, seconds)
 
     def _settle(self, schedule: Schedule, drawn: list[Drawn], ended: list[RequestEnd]) -> StepOutput:
         """Takes over what was computed and drawn, and says so."""
@@ -213,8 +268,9 @@ class Engine:
             for choice in choices:
                 choice.computed += 1
         for chunk in schedule.chunks:
-            chunk.request.choices[0].computed = chunk.end
-            chunk.request.chunk_done(chunk.end)
+            chunk.choice.computed = chunk.end
+            if chunk.of_prompt:
+                chunk.request.chunk_done(chunk.end)
         events: dict[str, list[TokenEvent]] = {}
         drawn.sort(key=lambda d: (d.request.arrival, d.choice.index))
         for d in drawn:
@@ -224,7 +280,12 @@ class Engine:
         sealed: list[SealedRange] = []
         for chunk in schedule.chunks:
             if id(chunk.request) not in failed:
-                sealed += self._after_chunk(chunk.request)
+                after = (
+                    self._after_chunk(chunk.request)
+                    if chunk.of_prompt
+                    else self._after_row(chunk.request, chunk.choice)
+                )
+                sealed += after
         for request, choices in schedule.decodes:
             if id(request) not in failed:
                 for choice in choices:
@@ -238,7 +299,7 @@ class Engine:
         live = tuple(
             s for s in sealed if s.request_id in self._requests or (s.request_id in self._parting and not s.partial)
         )
-        return StepOutput(tokens, tuple(ended), errors, live)
+        return StepOutput(tokens, tuple(ended), errors, live, admitted=self._receiver.word())
 
     def _tell(self, request: Request, events: list[TokenEvent]) -> RequestTokens:
         first_seq = request.seq + 1
@@ -281,42 +342,11 @@ class Engine:
             self._pool.publish(choice.blocks[index], choice.chain.hashes[index])
         choice.published = complete
 
-    def _write_restored(self, request: Request) -> None:
-        restored = request.restored
-        if restored is None:
-            return
-        request.restored = None
-        prompt = len(request.prompt)
-        for choice in request.choices:
-            if not choice.blocks:
-                continue
-            end = choice.computed
-            if choice.index == 0 or choice is next(c for c in request.choices if c.blocks):
-                self._write_range(restored, 0, choice.blocks, 0, min(end, prompt))
-            elif end > prompt:
-                self._write_range(restored, 0, choice.blocks, prompt // BLOCK_SIZE * BLOCK_SIZE, prompt)
-            if end > prompt:
-                self._write_range(restored, choice.index, choice.blocks, prompt, end)
-            self._publish(request, choice)
-
-    def _write_range(self, restored: Restored, source: int, table: list[int], start: int, end: int) -> None:
-        """Writes positions `[start, end)` from a choice's stored tensors."""
-        tensors = restored.tensors[source]
-        at = restored.lengths[source] - sum(t.shape[2] for t in tensors)
-        for tensor in tensors:
-            count = tensor.shape[2]
-            low, high = max(start, at), min(end, at + count)
-            if low < high:
-                self._cache.write(table, low, tensor[:, :, low - at : high - at])
-            at += count
-
     def _fail(self, request: Request) -> tuple[str, int, EngineError]:
         """The model gave no numbers: its KV is withdrawn and overwritten before anybody else has the blocks."""
-        blocks = {block for choice in request.choices for block in choice.blocks}
-        for block in blocks:
+        for block in {block for choice in request.choices for block in choice.blocks}:
             self._pool.forget(block)
-        own = [b for b in blocks if sum(b in c.blocks for c in request.choices) == self._pool.holders(b)]
-        self._cache.clear(own)
+        self._scheduler.clear(self._cache, request)
         self._forget(request)
         error = NumericError(f"the model's output for {request.request_id} is not finite: nothing was sampled from it")
         return request.request_id, request.work.epoch, error
@@ -335,7 +365,11 @@ class Engine:
         self._forget(request)
 
     def _forget(self, request: Request) -> None:
-        self._scheduler.remove(request)
+        if self._receiver.holds(request):
+            # Not everything that was written has its digest yet.
+            self._scheduler.clear(self._cache, request)
+        if not self._receiver.forget(request):
+            self._scheduler.remove(request)
         del self._requests[request.request_id]
 
     def _release_retired(self) -> None:
@@ -357,12 +391,16 @@ def _admitted(request: Request, stored: Usable) -> Admitted:
     work = request.work
     longest = max(len(choice.tokens) for choice in request.choices)
     loaded = stored.prompt + stored.steps
-    resumed = bool(work.produced or work.prefill_ends or loaded)
+    resumed = bool(work.produced or work.prefill_ends)
     recomputed = max(0, len(request.prompt) + longest - loaded) if resumed else 0
     if loaded and not work.produced and not work.prefill_ends:
         return Admitted(work.request_id, work.epoch, loaded, 0, exact=True, detail="a stored prefix")
     if not resumed:
         return Admitted(work.request_id, work.epoch, loaded, 0, exact=True, detail="")
+    if request.is_fast_resume:
+        exact = recomputed <= 1
+        detail = "" if exact else "fast mode: computed again in chunks of its own"
+        return Admitted(work.request_id, work.epoch, loaded, recomputed, exact, detail)
     if not work.prefill_ends:
         exact, detail = False, "the first attempt's prefill schedule is not known"
     elif stored.prompt < work.prefill_ends[0]:

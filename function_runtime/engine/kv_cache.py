@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from function_runtime.engine.errors import OutOfMemory
-from function_runtime.engine.output import KvLayout
+from function_runtime.engine_like import KvLayout
 
 BLOCK_SIZE: Final = 16
 
@@ -66,6 +66,10 @@ class KvCache:
         slots = self.slots(table, start, start + values.shape[2])
         source = values.to(self.device).permute(0, 1, 3, 2, 4).contiguous()
         self._slots.index_copy_(3, slots, source)
+
+    def write_layer(self, layer: int, slots: Tensor, values: Tensor) -> None:
+        """Writes `values` `[2, tokens, kv_heads, head_dim]` into these slots of one layer."""
+        self._slots[layer].index_copy_(2, slots, values.to(self.device).transpose(1, 2).contiguous())
 
     def slots(self, table: Sequence[int], start: int, end: int) -> Tensor:
         size = self.layout.block_size

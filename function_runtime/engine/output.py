@@ -1,4 +1,4 @@
-"""What the engine says to the worker that drives it: admissions, the output of a step, shapes of KV.
+"""What the engine says to the worker that drives it: admissions and the output of a step.
 
 Plain frozen values; nothing here refers to the engine's own state. Limits: tensors appear in `Restored` only, and are
 the caller's until the request is admitted.
@@ -15,18 +15,6 @@ from function_runtime.protocol import TokenEvent
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class KvLayout:
-    """The KV of one token: `num_layers` x (key, value) x `kv_heads` x `head_dim` items of `dtype`."""
-
-    num_layers: int
-    kv_heads: int
-    head_dim: int
-    dtype: str
-    block_size: int
-    nbytes_per_token: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +39,9 @@ class Admitted:
     recomputed_tokens: int
     exact: bool
     detail: str
+    pending: bool = False
+    """Stored KV is still on its way: what came of it is in a later step's output."""
+    load_us: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +89,5 @@ class StepOutput:
     device_us: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Request id -> (prefill, decode) share of `busy_us`; the shares sum to it exactly."""
     busy_us: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    running: int
-    waiting: int
-    kv_used_blocks: int
-    kv_total_blocks: int
-    preemptions: int
+    admitted: tuple[Admitted, ...] = ()
+    """What became of requests whose stored KV was on its way when they came."""

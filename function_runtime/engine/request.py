@@ -10,11 +10,15 @@ its way in.
 from __future__ import annotations
 
 import enum
+from typing import TYPE_CHECKING
 
-from function_runtime.engine.output import Restored
 from function_runtime.engine.prefix import Chain
 from function_runtime.protocol import FinishReason, Work
 from model_loader.tokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from function_runtime.engine.restoring import Pieces
+    from function_runtime.kv.arrival import Arrival
 
 
 class Phase(enum.Enum):
@@ -47,8 +51,8 @@ class Choice:
 
 class Request:
     __slots__ = (
-        "arrival", "cached_tokens", "choices", "limit", "phase", "prompt", "restored", "schedule", "seq",
-        "told_schedule", "work",
+        "arrival", "cached_tokens", "choices", "incoming", "limit", "loaded_tokens", "phase", "prompt", "restored",
+        "schedule", "seq", "told_schedule", "work",
     )  # fmt: skip
 
     def __init__(self, work: Work, arrival: int, limit: int, choices: list[Choice]) -> None:
@@ -61,13 +65,26 @@ class Request:
         self.phase = Phase.WAITING
         self.seq = len(work.produced)
         """Place of the last token in the log."""
-        self.schedule: list[int] = list(work.prefill_ends)
+        self.schedule: list[int] = []
         """Where prefill began (what came before was cached), then the ends of its chunks so far. Given by an earlier
         attempt or kept over a preemption, it is followed to its end; then prefill is free, and recorded."""
         self.told_schedule = False
+        self.begin_schedule()
         self.cached_tokens = 0
         """Prompt positions that this attempt did not compute."""
-        self.restored: Restored | None = None
+        self.restored: Pieces | None = None
+        self.incoming: Arrival | None = None
+        """Stored KV behind the part of the prompt that is computed meanwhile."""
+        self.loaded_tokens = 0
+        """Positions whose KV came from the store."""
+
+    def begin_schedule(self) -> None:
+        """That of the first attempt; a resume in the fast mode makes one of its own."""
+        self.schedule = [] if self.is_fast_resume else list(self.work.prefill_ends)
+
+    @property
+    def is_fast_resume(self) -> bool:
+        return self.work.fast and bool(self.work.produced)
 
     @property
     def request_id(self) -> str:
@@ -77,19 +94,30 @@ class Request:
     def ended(self) -> bool:
         return all(choice.finish is not None for choice in self.choices)
 
+    def lags(self, choice: Choice) -> bool:
+        """Known tokens are to be computed that were generated one by one: in the fast mode by chunks of prefill."""
+        return self.is_fast_resume and choice.computed - len(self.prompt) < len(choice.tokens) - 1
+
     def takes_part(self, choice: Choice) -> bool:
         """Whether the next decode step computes a position of `choice`: it lives, or is replayed to its end."""
+        if choice.finish is not None and self.is_fast_resume:
+            return False
         return choice.finish is None or max(0, choice.computed - len(self.prompt)) < len(choice.tokens) - 1
 
     def participants(self) -> list[Choice]:
         return [choice for choice in self.choices if self.takes_part(choice)]
+
+    def participants_after(self, steps: int) -> list[Choice]:
+        """Those that go on after `steps` restored decode steps."""
+        return [c for c in self.choices if c.finish is None or (not self.is_fast_resume and steps < len(c.tokens) - 1)]
 
     def known(self, choice: Choice) -> list[int]:
         """Every known token of a choice, the prompt's included."""
         return self.prompt + choice.tokens
 
     def next_chunk(self, budget: int) -> int:
-        """End of the prefill chunk that comes next; a recorded chunk is not cut, whatever the budget."""
+        """End of the prefill chunk that comes next; a recorded chunk is not cut, whatever the budget. A chunk of no
+        record ends where stored KV begins."""
         computed = self.choices[0].computed
         schedule = self.schedule
         if schedule and computed < schedule[0]:
@@ -97,7 +125,9 @@ class Request:
         for end in schedule[1:]:
             if end > computed:
                 return end
-        return min(len(self.prompt), computed + budget)
+        end = min(len(self.prompt), computed + budget)
+        stored = self.incoming.next_start(computed) if self.incoming is not None else None
+        return end if stored is None else min(end, stored)
 
     def chunk_done(self, end: int) -> None:
         if not self.schedule:
@@ -105,10 +135,17 @@ class Request:
         if end > self.schedule[-1]:
             self.schedule.append(end)
 
+    def forget_stored(self) -> None:
+        """Stored KV that is still on its way will not be looked at."""
+        self.restored = None
+        if self.incoming is not None:
+            self.incoming.abandon()
+            self.incoming = None
+
     def rewind(self) -> None:
         """Nothing is computed any more; what is known stays, and so does the schedule it was made with."""
         self.phase = Phase.WAITING
-        self.restored = None
+        self.forget_stored()
         for choice in self.choices:
             choice.blocks = []
             choice.computed = 0

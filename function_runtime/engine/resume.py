@@ -33,7 +33,7 @@ def usable(request: Request, lengths: Sequence[int]) -> Usable:
         stored = max(0, length - prompt)
         fed = len(choice.tokens) - 1
         """Generated tokens whose KV the first run had computed at least."""
-        if choice.finish is not None and stored >= fed:
+        if choice.finish is not None and (stored >= fed or request.is_fast_resume):
             continue
         limit = max(0, min(stored, fed))
         steps = limit if steps is None else min(steps, limit)
@@ -43,7 +43,7 @@ def usable(request: Request, lengths: Sequence[int]) -> Usable:
 def _cut_back(request: Request, length: int) -> int:
     """The last chunk boundary at or before `length`; before the first there is none to keep to."""
     schedule = request.schedule
-    if not schedule or length <= schedule[0]:
+    if not schedule or length <= schedule[0] or length >= schedule[-1]:
         return length
     return max(end for end in schedule if end <= length)
 

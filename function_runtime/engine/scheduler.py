@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from function_runtime.engine.blocks import BlockPool
-from function_runtime.engine.kv_cache import BLOCK_SIZE
+from function_runtime.engine.kv_cache import BLOCK_SIZE, KvCache
 from function_runtime.engine.request import Choice, Phase, Request
 from function_runtime.engine.resume import Usable, usable
 
@@ -23,8 +23,13 @@ MIN_CHUNK_TOKENS: Final = 64
 @dataclass(frozen=True, slots=True)
 class Chunk:
     request: Request
+    choice: Choice
     start: int
     end: int
+
+    @property
+    def of_prompt(self) -> bool:
+        return self.end <= len(self.request.prompt)
 
 
 @dataclass(slots=True)
@@ -58,7 +63,7 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         self.free(request)
-        request.restored = None
+        request.forget_stored()
         request.phase = Phase.ENDED
 
     def free(self, request: Request) -> None:
@@ -75,12 +80,14 @@ class Scheduler:
         for request in list(self.running):
             if request.phase is Phase.DECODE:
                 participants = request.participants()
-                if self._grow(request, participants, plan):
+                if any(request.lags(choice) for choice in participants):
+                    budget -= self._catch_up(request, participants, budget, plan)
+                elif self._grow(request, participants, plan):
                     plan.decodes.append((request, participants))
                     budget -= len(participants)
         budget = max(budget, min(self.step_tokens, MIN_CHUNK_TOKENS))
         for request in list(self.running):
-            if request.phase is Phase.PREFILL:
+            if request.phase is Phase.PREFILL and not _is_held_up(request):
                 budget -= self._chunk(request, budget, plan)
         while self.waiting and len(self.running) < self.max_requests and budget > 0:
             request = self.waiting[0]
@@ -89,28 +96,56 @@ class Scheduler:
             self.waiting.pop(0)
             insort(self.running, request, key=_arrival)
             plan.admitted.append(request)
-            if request.phase is Phase.PREFILL:
+            if request.phase is Phase.PREFILL and not _is_held_up(request):
                 budget -= self._chunk(request, budget, plan)
         return plan
+
+    def _catch_up(self, request: Request, participants: list[Choice], budget: int, plan: Schedule) -> int:
+        """Known tokens after the prompt in chunks, every choice's by itself; gives the tokens they take."""
+        taken = 0
+        for choice in participants:
+            start = choice.computed
+            end = min(len(request.prompt) + len(choice.tokens) - 1, start + max(budget - taken, MIN_CHUNK_TOKENS))
+            if end <= start or (taken and taken >= budget):
+                continue
+            shared = self._needs_block(choice) and start // BLOCK_SIZE < len(choice.blocks)
+            if not self._make_room(request, blocks_for(end) - len(choice.blocks) + shared):
+                return taken
+            if shared:
+                self._own_block(choice, plan)
+            self._extend(choice, blocks_for(end))
+            plan.chunks.append(Chunk(request, choice, start, end))
+            taken += end - start
+        return taken
 
     def _grow(self, request: Request, participants: list[Choice], plan: Schedule) -> bool:
         """Gives every participant a block of its own for its next position; False: `request` itself was preempted."""
         needing = [choice for choice in participants if self._needs_block(choice)]
-        while len(needing) > self.pool.available:
-            victim = self.running[-1]
-            self._preempt(victim)
-            if victim is request:
-                return False
+        if not self._make_room(request, len(needing)):
+            return False
         for choice in needing:
             index = choice.computed // BLOCK_SIZE
             if index == len(choice.blocks):
                 choice.blocks.append(self.pool.allocate(choice.blocks[-1] if choice.blocks else None))
             elif self.pool.shared(choice.blocks[index]):
-                source = choice.blocks[index]
-                choice.blocks[index] = self.pool.allocate(choice.blocks[index - 1] if index else None)
-                self.pool.release((source,))
-                plan.copies.append((source, choice.blocks[index]))
+                self._own_block(choice, plan)
         return True
+
+    def _make_room(self, request: Request, blocks: int) -> bool:
+        while blocks > self.pool.available:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _own_block(self, choice: Choice, plan: Schedule) -> None:
+        """A block of its own for the choice's next position, instead of one it shares."""
+        index = choice.computed // BLOCK_SIZE
+        source = choice.blocks[index]
+        choice.blocks[index] = self.pool.allocate(choice.blocks[index - 1] if index else None)
+        self.pool.release((source,))
+        plan.copies.append((source, choice.blocks[index]))
 
     def _needs_block(self, choice: Choice) -> bool:
         index = choice.computed // BLOCK_SIZE
@@ -135,7 +170,7 @@ class Scheduler:
         end = request.next_chunk(budget)
         if end - start > budget and plan.chunks:
             return 0
-        plan.chunks.append(Chunk(request, start, end))
+        plan.chunks.append(Chunk(request, request.choices[0], start, end))
         return end - start
 
     def _admit(self, request: Request) -> bool:
@@ -144,7 +179,7 @@ class Scheduler:
         found = [] if stored.prompt else self._cached_blocks(request)
         prompt = len(request.prompt)
         complete = stored.prompt == prompt
-        participants = [c for c in request.choices if c.finish is None or stored.steps < len(c.tokens) - 1]
+        participants = request.participants_after(stored.steps)
         # NOTE: room for what is known already is asked for, because a preempted request that came back without it
         # would be the next to be preempted again.
         longest = max(len(choice.tokens) for choice in request.choices)
@@ -161,6 +196,7 @@ class Scheduler:
         self._extend(first, blocks_for(prompt))
         first.published = len(found)
         first.computed = start = stored.prompt or len(found) * BLOCK_SIZE
+        request.loaded_tokens = stored.prompt + stored.steps
         if not request.told_schedule:
             request.cached_tokens = start
         if not request.schedule:
@@ -169,6 +205,38 @@ class Scheduler:
         if complete:
             self._take_up(request, participants, stored.steps)
         return True
+
+    def retreat(self, request: Request) -> None:
+        """What a running request was given is not to be used: it is taken out, to begin as if it had just come."""
+        self.free(request)
+        request.rewind()
+        if not request.told_schedule:
+            request.begin_schedule()
+        self.running.remove(request)
+
+    def clear(self, cache: KvCache, request: Request) -> None:
+        """Overwrites the blocks that nobody else holds."""
+        blocks = {block for choice in request.choices for block in choice.blocks}
+        cache.clear([b for b in blocks if sum(b in c.blocks for c in request.choices) == self.pool.holders(b)])
+
+    def land(self, request: Request, stored: Usable) -> None:
+        """Prefill has met stored KV: it goes on where that ends."""
+        first, prompt = request.choices[0], len(request.prompt)
+        request.loaded_tokens += stored.prompt - first.computed
+        if not request.told_schedule:
+            request.cached_tokens += stored.prompt - first.computed
+        first.computed = stored.prompt
+        if stored.prompt < prompt:
+            request.chunk_done(stored.prompt)
+            return
+        if prompt > request.schedule[-1]:
+            request.chunk_done(prompt)
+        steps = stored.steps
+        need = len(request.participants_after(steps)) * (blocks_for(prompt + steps) - prompt // BLOCK_SIZE)
+        if need > self.pool.available:
+            steps = 0
+        request.loaded_tokens += steps
+        self._take_up(request, request.participants_after(steps), steps)
 
     def _take_up(self, request: Request, participants: list[Choice], steps: int) -> None:
         """The prompt is restored, and `steps` decode steps of every participant."""
@@ -219,6 +287,15 @@ class Scheduler:
 
 def blocks_for(tokens: int) -> int:
     return -(-tokens // BLOCK_SIZE)
+
+
+def _is_held_up(request: Request) -> bool:
+    """The next position's KV is on its way: computing it again would be slower than waiting, or it would not have been
+    asked for."""
+    if request.incoming is None:
+        return False
+    computed = request.choices[0].computed
+    return request.incoming.reach(0, computed, promised=True) > request.incoming.reach(0, computed)
 
 
 def _arrival(request: Request) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from function_runtime.engine.errors import OutOfMemory
 from function_runtime.engine.kv_cache import BLOCK_SIZE
-from function_runtime.engine.output import KvLayout
+from function_runtime.engine_like import KvLayout
 
 TYPICAL_TOKENS: Final = 1024
 _CPU_SHARE: Final = 0.4

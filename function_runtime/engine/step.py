@@ -16,6 +16,7 @@ from function_runtime.engine.attention.interface import Attention, Rows
 from function_runtime.engine.emission import Emitter
 from function_runtime.engine.models.llama import Llama
 from function_runtime.engine.request import Choice, Request
+from function_runtime.engine.restoring import Gate
 from function_runtime.engine.sampler import Row, Sampled, sample
 from function_runtime.engine.scheduler import Schedule
 
@@ -36,7 +37,7 @@ class StepRunner:
         self._emitter = emitter
         self._device = device
 
-    def run(self, schedule: Schedule) -> list[Drawn]:
+    def run(self, schedule: Schedule, gate: Gate | None = None) -> list[Drawn]:
         decodes = [(request, choice) for request, choices in schedule.decodes for choice in choices]
         decodes.sort(key=lambda pair: -pair[1].computed)
         sampling = {request.request_id for request, choices in schedule.decodes if _samples(request, choices)}
@@ -55,7 +56,7 @@ class StepRunner:
             positions.append(choice.computed)
         for chunk in schedule.chunks:
             request = chunk.request
-            tokens += request.prompt[chunk.start : chunk.end]
+            tokens += request.known(chunk.choice)[chunk.start : chunk.end]
             positions += range(chunk.start, chunk.end)
             first = [choice for choice in request.choices if choice.finish is None and not choice.tokens]
             if chunk.end == len(request.prompt) and first:
@@ -63,7 +64,7 @@ class StepRunner:
                 logit_rows.append(len(tokens) - 1)
         plan = self._attention.plan(
             [Rows(choice.computed, choice.computed + 1, choice.blocks) for _, choice in decodes],
-            [Rows(chunk.start, chunk.end, chunk.request.choices[0].blocks) for chunk in schedule.chunks],
+            [Rows(chunk.start, chunk.end, chunk.choice.blocks) for chunk in schedule.chunks],
         )
         logits = self._model.forward(
             self._tensor(tokens),
@@ -71,6 +72,7 @@ class StepRunner:
             self._attention,
             plan,
             self._tensor(logit_rows) if logit_rows else None,
+            gate,
         )
         return self._draw(logits, wanted)
 

@@ -98,10 +98,40 @@ def _fields(head: ChunkHead, crcs: Sequence[int], layer_bytes: int, first: int) 
     return encode_fields([*head.fields(), ("layers_at", table)])
 
 
+@dataclass(frozen=True, slots=True)
+class LayerPlace:
+    """Where a layer lies in its chunk, and what its bytes must sum to."""
+
+    offset: int
+    nbytes: int
+    crc: int
+
+
 def open_chunk(raw: memoryview, digest: str, expected: ChunkHead) -> memoryview:
     """The KV of a chunk that is, byte for byte, what its digest says and of what the reader expects."""
     if hashlib.sha256(raw).hexdigest() != digest:
         raise KvError("its bytes do not have the digest that was recorded")
+    places = open_header(raw, len(raw), expected)
+    for index in range(len(places)):
+        check_layer(raw, places, index)
+    return raw[places[0].offset :]
+
+
+def check_layer(raw: memoryview, places: Sequence[LayerPlace], index: int) -> None:
+    place = places[index]
+    if crc32c(raw[place.offset : place.offset + place.nbytes]) != place.crc:
+        raise KvError(f"layer {index} does not have its checksum")
+
+
+def header_nbytes(expected: ChunkHead) -> int:
+    """Where the layers of such a chunk begin."""
+    layers = expected.identity.layout.num_layers
+    size = _PREAMBLE.size + len(_fields(expected, [0] * layers, 0, 0)) + _CRC.size
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def open_header(raw: memoryview, nbytes: int, expected: ChunkHead) -> tuple[LayerPlace, ...]:
+    """Where the layers lie in a chunk of `nbytes`, of which `raw` is the header at least; every field is compared."""
     if len(raw) < _PREAMBLE.size:
         raise KvError(f"{len(raw)} bytes are no chunk")
     magic, version, size = _PREAMBLE.unpack_from(raw)
@@ -123,18 +153,17 @@ def open_chunk(raw: memoryview, digest: str, expected: ChunkHead) -> memoryview:
             raise KvError(f"its {tag} is another one")
     if len(fields) != len(wanted) + 1 or fields[-1][0] != "layers_at":
         raise KvError("it has other fields than this version")
-    return _layers(raw, fields[-1][1], end + _CRC.size, expected)
+    return _layers(nbytes, fields[-1][1], end + _CRC.size, expected)
 
 
-def _layers(raw: memoryview, table: bytes, header_end: int, expected: ChunkHead) -> memoryview:
+def _layers(nbytes: int, table: bytes, header_end: int, expected: ChunkHead) -> tuple[LayerPlace, ...]:
     layers = expected.identity.layout.num_layers
     layer_bytes = expected.data_bytes // layers
     first = -(-header_end // _ALIGNMENT) * _ALIGNMENT
-    if len(table) != layers * _LAYER.size or len(raw) != first + layers * layer_bytes:
-        raise KvError(f"it has {len(raw)} bytes, {first + layers * layer_bytes} were expected")
-    for index, (offset, nbytes, crc) in enumerate(_LAYER.iter_unpack(table)):
-        if (offset, nbytes) != (first + index * layer_bytes, layer_bytes):
+    if len(table) != layers * _LAYER.size or nbytes != first + layers * layer_bytes:
+        raise KvError(f"it has {nbytes} bytes, {first + layers * layer_bytes} were expected")
+    places = tuple(LayerPlace(*entry) for entry in _LAYER.iter_unpack(table))
+    for index, place in enumerate(places):
+        if (place.offset, place.nbytes) != (first + index * layer_bytes, layer_bytes):
             raise KvError(f"layer {index} lies elsewhere than this version puts it")
-        if crc32c(raw[offset : offset + nbytes]) != crc:
-            raise KvError(f"layer {index} does not have its checksum")
-    return raw[first:]
+    return places

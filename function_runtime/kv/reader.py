@@ -1,25 +1,26 @@
-"""Reads a request's KV back: per choice the longest gapless run of chunks that are beyond doubt.
+"""Reads a request's KV back: which of its stored chunks are of use, which are worth reading, and what came of it.
 
-    plan (by ranges and chains alone) -> read and verify in parallel -> plan again without what failed -> runs
+    records -> candidates (ranges and chains agree) -> a gapless path per choice -> plan -> reads (`fetch`)
 
-Chunks whose chain is not that of the request's own tokens are not even read. Anything missing, short, altered or of
-another identity, scope or token sequence is left out, with its reason. Limits: a deadline for the whole; what comes
-later is dropped.
+Chunks whose chain is not that of the request's own tokens are not even read. Anything missing, short, altered, late or
+of another identity, scope or token sequence is left out, with its reason. Limits: `read_kv` waits for everything.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from function_runtime.engine_like import KvRun, RestoredKv
 from function_runtime.errors import KvError
-from function_runtime.kv.chunk import ChunkHead, open_chunk
+from function_runtime.kv.arrival import Arrival, ArrivingChunk, ChunkState
+from function_runtime.kv.chunk import ChunkHead
+from function_runtime.kv.fetch import Fetch, Wanted, spans
 from function_runtime.kv.identity import Chain, KvIdentity
+from function_runtime.kv.plan import Candidate, Known, Plan, plan
+from function_runtime.kv.speeds import Speeds
 from function_runtime.protocol import KvChunk, Work
-from model_loader.errors import LoaderError, MissingObject
 from model_loader.objects import ObjectStore
 
 
@@ -47,47 +48,142 @@ class Restoration:
         return "; ".join(self.misses)
 
 
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What the plan has to know of the engine."""
+
+    layers: int = 1
+    pass_tokens: int = 512
+
+
+class Reading:
+    """The stored KV of one request: the paths that could be read, and the reads."""
+
+    def __init__(self, work: Work, identity: KvIdentity) -> None:
+        self.work = work
+        self.outcome = Restoration(None)
+        self._usable = _candidates(work, identity, self.outcome)
+        prompt = len(work.prompt)
+        self._paths = [_path(self._usable, choice, prompt) for choice in range(work.sampling.n)]
+        if not (self._paths[0] and self._paths[0][0].chunk.start == 0) and not self.outcome.misses:
+            self.outcome.misses.append("no chunk begins at position 0")
+        self._tried = {w.place for path in self._paths for w in path}
+        self.nbytes = 0
+        self.reads = 0
+
+    @property
+    def wanted(self) -> list[Wanted]:
+        return [w for path in self._paths for w in path]
+
+    def plan(self, speeds: Speeds, engine: Capabilities) -> Plan:
+        work = self.work
+        longest = max(len(tokens) for tokens in sequences(work))
+        known = Known(
+            prompt=len(work.prompt),
+            total=longest,
+            boundaries=work.prefill_ends,
+            fast=work.fast and bool(work.produced),
+            layers=engine.layers,
+            pass_tokens=engine.pass_tokens,
+        )
+        first = self._paths[0]
+        begins = {span.wanted[0].place for span in spans(first)}
+        others = [0] * len(first)
+        for w in (w for path in self._paths[1:] for w in path):
+            # Of use only with all of the first choice's up to there.
+            place = next((i for i, f in enumerate(first) if f.chunk.end >= w.chunk.end), len(first) - 1)
+            if first:
+                others[place] += w.chunk.nbytes
+        candidates = [
+            Candidate(w.chunk.start, w.chunk.end, w.chunk.nbytes + extra, int(w.place in begins))
+            for w, extra in zip(first, others, strict=True)
+        ]
+        return plan(known, candidates, speeds)
+
+    def begin(self, chosen: Plan, store: ObjectStore, executor: Executor) -> Arrival:
+        """Begins the reads that the plan chose; at least one."""
+        deadline_of = {(d.start, d.end): d.deadline_s for d in chosen.decisions if d.load}
+        wanted = [w for w in self._paths[0] if (w.chunk.start, w.chunk.end) in deadline_of]
+        deadlines = [deadline_of[w.chunk.start, w.chunk.end] for w in wanted]
+        if chosen.end > len(self.work.prompt):
+            latest = max(deadlines)
+            rest = [w for path in self._paths[1:] for w in path]
+            wanted, deadlines = [*wanted, *rest], [*deadlines, *(latest for _ in rest)]
+        return self._fetch(wanted, deadlines, store, executor, chosen.pieces, chosen.start > 0, chosen.reason)
+
+    def begin_all(self, within_s: float, store: ObjectStore, executor: Executor) -> Arrival:
+        wanted = self.wanted
+        return self._fetch(wanted, [within_s] * len(wanted), store, executor, 1, False, "")
+
+    def _fetch(
+        self,
+        wanted: Sequence[Wanted],
+        deadlines_s: Sequence[float],
+        store: ObjectStore,
+        executor: Executor,
+        pieces: int,
+        from_back: bool,
+        reason: str,
+    ) -> Arrival:
+        self.nbytes = sum(w.chunk.nbytes for w in wanted)
+        self.reads = len(spans(wanted)) if pieces == 1 else len(wanted) * pieces
+        fetch = Fetch(store, executor, lambda chunk, why: self.outcome.bad.append((chunk, why)))
+        return fetch.begin(wanted, deadlines_s, pieces=pieces, from_back=from_back, reason=reason, other=self._instead)
+
+    def _instead(self, failed: KvChunk) -> Wanted | None:
+        own = [
+            w
+            for w in self._usable
+            if w.chunk.choice == failed.choice and w.chunk.start == failed.start and w.place not in self._tried
+        ]
+        if not own:
+            return None
+        best = max(own, key=lambda w: w.chunk.end)
+        self._tried.add(best.place)
+        return best
+
+    def conclude(self, arrival: Arrival) -> None:
+        """What came of it, once nothing more will come."""
+        outcome = self.outcome
+        outcome.sound = [c.record for c in arrival.chunks if c.state is ChunkState.SOUND]
+        late = [c for c in arrival.chunks if c.state is ChunkState.FAILED]
+        outcome.misses += [f"[{c.start}, {c.end}) of choice {c.choice}: {c.reason}" for c in late]
+
+
 def read_kv(work: Work, identity: KvIdentity, store: ObjectStore, executor: Executor, within_s: float) -> Restoration:
-    deadline_s = time.monotonic() + within_s
-    outcome = Restoration(None)
-    usable = _candidates(work, identity, outcome)
-    opened: dict[_Place, memoryview] = {}
-    while True:
-        plans = [_plan(usable, choice, len(work.prompt)) for choice in range(work.sampling.n)]
-        missing = {c.place: c for plan in plans for c in plan if c.place not in opened}
-        if not missing:
-            break
-        failed = _read_all(list(missing.values()), opened, store, executor, deadline_s, outcome)
-        usable = [candidate for candidate in usable if candidate.place not in failed]
-    runs = tuple(_runs(plan, opened) for plan in plans)
-    if runs[0]:
-        lengths = tuple(plan[-1].chunk.end if plan else 0 for plan in plans)
+    """Everything there is, at once: per choice the longest gapless run of chunks that are beyond doubt."""
+    reading = Reading(work, identity)
+    if not reading.wanted:
+        return reading.outcome
+    arrival = reading.begin_all(within_s, store, executor)
+    while not arrival.resolved:
+        arrival.wait(1.0)
+    arrival.abandon()
+    reading.conclude(arrival)
+    outcome, prompt = reading.outcome, len(work.prompt)
+    lengths = arrival.lengths(work.sampling.n, prompt, 0)
+    if lengths[0]:
+        runs = tuple(_runs(arrival, choice, length) for choice, length in enumerate(lengths))
         outcome.restored = RestoredKv(choices=runs, lengths=lengths)
-        outcome.sound = [candidate.chunk for plan in plans for candidate in plan]
-    elif not outcome.misses:
-        outcome.misses.append("no chunk begins at position 0")
     return outcome
 
 
-_Place = tuple[str, int, str]
+def _runs(arrival: Arrival, choice: int, length: int) -> tuple[KvRun, ...]:
+    """The chunks that lead to `length`, from its end to where they begin."""
+    own = [c for c in arrival.chunks if c.choice == choice and c.state is ChunkState.SOUND]
+    found: list[ArrivingChunk] = []
+    position = length
+    while position and (before := [c for c in own if c.end == position]):
+        found.append(min(before, key=lambda c: c.start))
+        position = found[-1].start
+    return tuple(KvRun(tokens=c.end - c.start, data=c.data) for c in reversed(found))
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    chunk: KvChunk
-    head: ChunkHead
-    """What it has to be for the request's tokens."""
-
-    @property
-    def place(self) -> _Place:
-        return self.chunk.pack, self.chunk.offset, self.chunk.digest
-
-
-def _candidates(work: Work, identity: KvIdentity, outcome: Restoration) -> list[_Candidate]:
+def _candidates(work: Work, identity: KvIdentity, outcome: Restoration) -> list[Wanted]:
     """The chunks whose records do not already say that they are of something else."""
     known = sequences(work)
     chains = [Chain(identity, work.kv_scope) for _ in known]
-    found: list[_Candidate] = []
+    found: list[Wanted] = []
     for chunk in work.kv:
         where = f"[{chunk.start}, {chunk.end}) of choice {chunk.choice}"
         if not 0 <= chunk.choice < len(known) or not 0 <= chunk.start < chunk.end <= len(known[chunk.choice]):
@@ -106,18 +202,27 @@ def _candidates(work: Work, identity: KvIdentity, outcome: Restoration) -> list[
         if chunk.chain != head.chain.hex():
             outcome.misses.append(f"{where} is of other tokens, another model or another tenant")
             continue
-        found.append(_Candidate(chunk, head))
+        wanted = Wanted(chunk, head)
+        try:
+            wanted.check_record()
+        except KvError as error:
+            outcome.misses.append(f"{where}: {error}")
+            outcome.bad.append((chunk, str(error)))
+            continue
+        found.append(wanted)
     return found
 
 
-def _plan(candidates: Sequence[_Candidate], choice: int, prompt_tokens: int) -> list[_Candidate]:
-    """A gapless path, each step to the furthest end. Choice 0 begins at 0, others anywhere in the prompt (the part
-    before is choice 0's) and only where they reach beyond it."""
+def _path(candidates: Sequence[Wanted], choice: int, prompt_tokens: int) -> list[Wanted]:
+    """A gapless path, each step to the furthest end. Choice 0 begins at 0, or where it can, others anywhere in the
+    prompt (the part before is choice 0's) and only where they reach beyond it."""
     own = [candidate for candidate in candidates if candidate.chunk.choice == choice]
-    starts = [0] if choice == 0 else sorted({c.chunk.start for c in own if c.chunk.start <= prompt_tokens})
-    best: list[_Candidate] = []
+    starts = sorted({c.chunk.start for c in own if c.chunk.start <= prompt_tokens})
+    if choice == 0 and 0 in starts:
+        starts = [0]
+    best: list[Wanted] = []
     for start in starts:
-        path: list[_Candidate] = []
+        path: list[Wanted] = []
         position = start
         while following := [c for c in own if c.chunk.start == position]:
             path.append(max(following, key=lambda c: c.chunk.end))
@@ -125,49 +230,3 @@ def _plan(candidates: Sequence[_Candidate], choice: int, prompt_tokens: int) -> 
         if path and (not best or position > best[-1].chunk.end):
             best = path
     return best if choice == 0 or (best and best[-1].chunk.end > prompt_tokens) else []
-
-
-def _read_all(
-    wanted: Sequence[_Candidate],
-    opened: dict[_Place, memoryview],
-    store: ObjectStore,
-    executor: Executor,
-    deadline_s: float,
-    outcome: Restoration,
-) -> set[_Place]:
-    """Reads and verifies; gives the places of those that failed."""
-    failed: set[_Place] = set()
-    futures: dict[Future[memoryview], _Candidate] = {executor.submit(_read, store, c): c for c in wanted}
-    waiting = set(futures)
-    while waiting:
-        done, waiting = wait(waiting, max(0.0, deadline_s - time.monotonic()), FIRST_COMPLETED)
-        if not done:
-            for future in waiting:
-                future.cancel()
-                failed.add(futures[future].place)
-            outcome.misses.append(f"{len(waiting)} chunks were not read in time")
-            break
-        for future in done:
-            chunk, place = futures[future].chunk, futures[future].place
-            try:
-                opened[place] = future.result()
-            except (KvError, LoaderError, OSError) as error:
-                failed.add(place)
-                outcome.misses.append(f"[{chunk.start}, {chunk.end}) of choice {chunk.choice}: {error}")
-                if isinstance(error, KvError | MissingObject):
-                    outcome.bad.append((chunk, str(error)))
-    return failed
-
-
-def _read(store: ObjectStore, candidate: _Candidate) -> memoryview:
-    chunk = candidate.chunk
-    limit = candidate.head.data_bytes + 1024 * 1024 + 8 * len(candidate.head.tokens)
-    if not 0 < chunk.nbytes <= limit or chunk.offset < 0:
-        raise KvError(f"its record says {chunk.nbytes} bytes")
-    raw = memoryview(bytearray(chunk.nbytes))
-    store.get_into(chunk.pack, chunk.offset, raw)
-    return open_chunk(raw, chunk.digest, candidate.head)
-
-
-def _runs(plan: Sequence[_Candidate], opened: dict[_Place, memoryview]) -> tuple[KvRun, ...]:
-    return tuple(KvRun(tokens=c.chunk.end - c.chunk.start, data=opened[c.place]) for c in plan)

@@ -26,22 +26,22 @@ import msgspec
 
 from function_runtime.held import HeldRequest
 from function_runtime.inbox import Inbox
+from function_runtime.kv.arrival import Arrival
 from function_runtime.kv.asking import Asking
 from function_runtime.kv.chunk import ChunkHead
 from function_runtime.kv.identity import Chain, KvIdentity
 from function_runtime.kv.keeping import Prefix, Speeds, decide
 from function_runtime.kv.known import Key, KnownChunks
 from function_runtime.kv.pace import Pace
-from function_runtime.kv.reader import Restoration, read_kv, sequences
+from function_runtime.kv.reader import Capabilities, Reading, Restoration, sequences
 from function_runtime.kv.settings import KvReplicaSettings
+from function_runtime.kv.speeds import DIRECTORY_PRIOR, READERS, REMOTE_PRIOR, Measured
 from function_runtime.kv.writer import KvWriter, Pending
 from function_runtime.protocol import KvAsk, KvBad, KvChunk, KvKept, KvKnown, KvSealed
 from function_runtime.serving import KvRead, Serving
 from model_loader.errors import LoaderError
 from model_loader.objects import ObjectStore, open_store
 
-READ_WITHIN_S: Final = 10.0
-_READERS: Final = 4
 _REQUESTS_AT_ONCE: Final = 4
 _ASKERS: Final = 32
 _KEPT_PACKS: Final = 65_536
@@ -101,6 +101,8 @@ class DurableKv:
         chunk_tokens: int = 32,
         settings: KvReplicaSettings | None = None,
         pace: Pace | None = None,
+        measured: Measured | None = None,
+        engine: Capabilities | None = None,
     ) -> None:
         self._uri = store_uri
         self._identity = identity
@@ -114,8 +116,11 @@ class DurableKv:
             self._store, self._told, linger_s=self._settings.linger_s, bytes_per_s=self._settings.bytes_per_s
         )
         self.pace = pace or Pace()
+        self.measured = measured or Measured()
+        self.measured.expect_store(*(DIRECTORY_PRIOR if store_uri.startswith("file:") else REMOTE_PRIOR))
+        self._engine = engine or Capabilities(identity.layout.num_layers)
         self._requests = ThreadPoolExecutor(_REQUESTS_AT_ONCE, thread_name_prefix="kv-request")
-        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="kv-read")
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="kv-read")
         self._askers = ThreadPoolExecutor(_ASKERS, thread_name_prefix="kv-ask")
         self._asking = Asking()
         self._known = KnownChunks(time.monotonic)
@@ -194,23 +199,48 @@ class DurableKv:
 
     def _read(self, held: HeldRequest) -> None:
         begin_ns = time.monotonic_ns()
+        arrival: Arrival | None = None
+        detail = ""
         try:
-            outcome = read_kv(held.work, self._identity, self._store(), self._readers, READ_WITHIN_S)
+            reading = Reading(held.work, self._identity)
+            outcome = reading.outcome
+            chosen = reading.plan(self.measured.speeds, self._engine)
+            detail = "; ".join(filter(None, (outcome.detail, chosen.reason)))
+            if chosen.loads:
+                arrival = reading.begin(chosen, self._store(), self._readers)
+                arrival.reason = detail
         except Exception as error:
             # Whatever goes wrong with stored KV, the request is computed again.
-            outcome = Restoration(None, [f"{type(error).__name__}: {error}"])
+            arrival, outcome = None, Restoration(None, [f"{type(error).__name__}: {error}"])
+            detail = outcome.detail
+        if arrival is None:
+            self._inbox.post(lambda: self._serving().kv_read(held, KvRead(None, 0, detail)))
+        else:
+            self._follow(held, reading, arrival)
+        took_us = (time.monotonic_ns() - begin_ns) // 1000
         for miss in outcome.misses:
             print(f"kv miss request={held.id} {miss}", file=sys.stderr)
-        took_us = (time.monotonic_ns() - begin_ns) // 1000
-        result = KvRead(outcome.restored, took_us, outcome.detail)
         if outcome.sound:
             self.pace.read(sum(chunk.nbytes for chunk in outcome.sound), took_us / 1e6)
+        self._inbox.post(lambda: self.found(held, outcome.sound, outcome.bad))
 
-        def arrive() -> None:
-            self.found(held, outcome.sound, outcome.bad)
-            self._serving().kv_read(held, result)
-
-        self._inbox.post(arrive)
+    def _follow(self, held: HeldRequest, reading: Reading, arrival: Arrival) -> None:
+        """The engine has the arrival as soon as it can do anything with it; returns when nothing more will come."""
+        begin_s = time.monotonic()
+        given = False
+        while True:
+            if not given and (arrival.begins_at > 0 or arrival.first_layer_is_here or arrival.resolved):
+                given = True
+                self._inbox.post(lambda: self._serving().kv_read(held, KvRead(arrival, 0)))
+            if arrival.resolved or arrival.abandoned:
+                break
+            if not held.live:
+                arrival.abandon()
+                break
+            arrival.wait(1.0)
+        reading.conclude(arrival)
+        if arrival.is_sound_throughout and reading.nbytes:
+            self.measured.read(reading.nbytes, reading.reads, time.monotonic() - begin_s)
 
     def found(self, held: HeldRequest, sound: list[KvChunk], bad: list[tuple[KvChunk, str]]) -> None:
         """What a read came to. Sound chunks are counted on from here on, and named again if the index spoke of them:

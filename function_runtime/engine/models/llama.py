@@ -7,7 +7,7 @@ are used as they are mapped, in their own dtype; no tensor parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -66,9 +66,16 @@ class Llama:
         self.frequencies = inverse_frequencies(config).to(self.device)
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, attention: Attention, plan: Plan, logit_rows: Tensor | None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: Attention,
+        plan: Plan,
+        logit_rows: Tensor | None,
+        gate: Callable[[int], None] | None = None,
     ) -> Tensor | None:
-        """Logits (float32) of `logit_rows`, or None where no row's are wanted."""
+        """Logits (float32) of `logit_rows`, or None where no row's are wanted. `gate` is called before each layer's
+        attention and returns when the KV that the layer needs is in its blocks."""
         config = self.config
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
         inner, count = config.intermediate_size, tokens.shape[0]
@@ -78,6 +85,8 @@ class Llama:
             h = layer.attn_norm(x)
             qkv = layer.qkv(h, layer.qkv_bias).view(count, heads + 2 * kv_heads, size)
             rotated = rotate(qkv[:, : heads + kv_heads])
+            if gate is not None:
+                gate(index)
             mixed = attention.attend(index, rotated[:, :heads], rotated[:, heads:], qkv[:, heads + kv_heads :], plan)
             x = x + layer.o(mixed.reshape(count, heads * size), layer.o_bias)
             h = layer.mlp_norm(x)

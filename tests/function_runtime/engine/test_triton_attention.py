@@ -15,7 +15,7 @@ from function_runtime.engine.attention.interface import Rows
 from function_runtime.engine.attention.torch_attention import TorchAttention
 from function_runtime.engine.attention.triton_attention import TritonAttention
 from function_runtime.engine.kv_cache import BLOCK_SIZE, KvCache
-from function_runtime.engine.output import KvLayout
+from function_runtime.engine_like import KvLayout
 
 GROUPS = (1, 3, 4, 8)
 SIZES = (64, 128)
@@ -42,7 +42,7 @@ def compare(group: int, size: int, decodes: Spans, chunks: Spans, kv_heads: int 
     torch.manual_seed(group * 1000 + size)
     spans = [*decodes, *chunks]
     needed = [-(-end // BLOCK_SIZE) for _, end in spans]
-    layout = KvLayout(1, kv_heads, size, "float32", BLOCK_SIZE, 2 * kv_heads * size * 4)
+    layout = KvLayout(1, kv_heads, size, "float32", BLOCK_SIZE)
     caches = [KvCache(layout, sum(needed) + 3, torch.float32, torch.device("cpu")) for _ in range(2)]
     caches[0].memory.normal_()
     caches[1].memory.copy_(caches[0].memory)
@@ -78,7 +78,7 @@ def test_kernels_agree_with_torch_on_long_contexts(group: int, size: int, case: 
 
 def test_torch_attention_agrees_with_plain_attention() -> None:
     """The reference itself, against softmax(QK)V written out."""
-    layout = KvLayout(1, 2, 64, "float32", BLOCK_SIZE, 1024)
+    layout = KvLayout(1, 2, 64, "float32", BLOCK_SIZE)
     cache = KvCache(layout, 8, torch.float32, torch.device("cpu"))
     torch.manual_seed(1)
     attention = TorchAttention(cache)

@@ -1,0 +1,199 @@
+"""What computing and reading cost here: priors at first, then what was measured, recent measurements counting most.
+
+    prefill of a token = a + b * position        a decode step = c + d * position
+    reading = latency * rounds + bytes / bandwidth, where a round is as many reads as go at once
+
+Each pair is fitted to the last measurements, whose weights fade (`FADE` for each later one); a prior is a few
+measurements that were never made. Limits: one process; a store that changes is noticed after some reads.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections import deque
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Amount: TypeAlias = int | float | NDArray[np.int64] | NDArray[np.float64]
+
+FADE: Final = 0.8
+KEPT: Final = 24
+_TYPICAL_READS: Final = ((1.0, 1e5), (1.0, 1e7), (4.0, 1e8))
+_STEPS: Final = 12
+_PULL: Final = 1e-3
+"""Of the prior, on what is measured too one-sidedly to tell two parts apart."""
+READERS: Final = 8
+"""Reads that go at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    prefill_s: float
+    """A token at position 0."""
+    prefill_position_s: float
+    """What each position before it adds."""
+    decode_s: float
+    decode_position_s: float
+    latency_s: float
+    """Of one read, however small."""
+    bytes_per_s: float
+    """Of all reads together."""
+    parallel: int = READERS
+
+    def reading_s(self, nbytes: Amount, reads: Amount) -> float | NDArray[np.float64]:
+        rounds = np.ceil(np.asarray(reads, np.float64) / self.parallel)
+        return rounds * self.latency_s + np.asarray(nbytes, np.float64) / self.bytes_per_s
+
+
+PRIOR: Final = Speeds(
+    prefill_s=1e-3, prefill_position_s=1e-7, decode_s=0.03, decode_position_s=5e-6, latency_s=0.02, bytes_per_s=200e6
+)
+"""A small model on a CPU; a store in the same rack. Used until something was measured."""
+
+
+class Fit:
+    """y = p * first + q * second, with p and q above 0, fitted to the last `KEPT` measurements.
+
+    What is made small is the difference of logarithms: a measurement ten times as long counts as one a tenth as long.
+    What the measurements do not tell apart stays as the prior has it. A few Gauss-Newton steps from the last fit.
+    """
+
+    def __init__(self, p: float, q: float, typical: tuple[tuple[float, float], ...]) -> None:
+        self._prior = (math.log(max(p, 1e-15)), math.log(max(q, 1e-15)))
+        self._logs = self._prior
+        self._typical = [(first, second, math.log(p * first + q * second)) for first, second in typical]
+        self._seen: deque[tuple[float, float, float]] = deque(maxlen=KEPT)
+        self._fitted = True
+
+    def measure(self, first: float, second: float, y: float) -> None:
+        if y > 0 and first >= 0 and second >= 0 and first + second > 0:
+            self._seen.append((first, second, math.log(y)))
+            self._fitted = False
+
+    @property
+    def values(self) -> tuple[float, float]:
+        if not self._fitted:
+            weighted = [(FADE**age, *row) for age, row in enumerate(reversed(self._seen))]
+            weighted += [(FADE ** len(self._seen), *row) for row in self._typical]
+            for _ in range(_STEPS):
+                self._logs = self._improved(weighted)
+            self._fitted = True
+        return math.exp(self._logs[0]), math.exp(self._logs[1])
+
+    def _improved(self, weighted: list[tuple[float, float, float, float]]) -> tuple[float, float]:
+        u, v = self._logs
+        p, q = math.exp(u), math.exp(v)
+        a = c = _PULL
+        b = 0.0
+        g, h = _PULL * (self._prior[0] - u), _PULL * (self._prior[1] - v)
+        for weight, first, second, log_y in weighted:
+            expected = p * first + q * second
+            x, z = p * first / expected, q * second / expected
+            missing = log_y - math.log(expected)
+            a, b, c = a + weight * x * x, b + weight * x * z, c + weight * z * z
+            g, h = g + weight * x * missing, h + weight * z * missing
+        determinant = a * c - b * b
+        du, dv = (g * c - h * b) / determinant, (a * h - b * g) / determinant
+        return _step(u, du), _step(v, dv)
+
+
+def _step(value: float, change: float) -> float:
+    return min(max(value + min(max(change, -3.0), 3.0), -50.0), 50.0)
+
+
+DIRECTORY_PRIOR: Final = (0.001, 400e6)
+REMOTE_PRIOR: Final = (PRIOR.latency_s, PRIOR.bytes_per_s)
+"""Seconds a read, bytes per second."""
+
+
+def expected_of(parameters: int, layers: int, width: int, device: str) -> Speeds:
+    """Before anything was measured: what a model of this size takes on such a device. `width`: heads x head size."""
+    cuda = device == "cuda"
+    operations_per_s, weights_per_s = (3e14, 1e12) if cuda else (1.5e11, 4e9)
+    least_prefill_s, least_decode_s = (1e-6, 5e-3) if cuda else (2e-4, 5e-3)
+    return replace(
+        PRIOR,
+        prefill_s=max(2 * parameters / operations_per_s, least_prefill_s),
+        prefill_position_s=4 * layers * width / operations_per_s,
+        decode_s=max(parameters / weights_per_s, least_decode_s),
+    )
+
+
+class Measured:
+    """The speeds of one replica and its store; any thread may measure."""
+
+    def __init__(self, prior: Speeds = PRIOR) -> None:
+        self._lock = threading.Lock()
+        self._prior = prior
+        self._prefill = Fit(prior.prefill_s, prior.prefill_position_s, ((512, 512**2 / 2), (512, 512 * 4096)))
+        self._decode = Fit(prior.decode_s, prior.decode_position_s, ((1, 128), (1, 4096)))
+        self._reading = Fit(prior.latency_s, 1 / prior.bytes_per_s, _TYPICAL_READS)
+
+    def expect_store(self, latency_s: float, bytes_per_s: float) -> None:
+        """What reading is thought to cost before it is measured."""
+        with self._lock:
+            self._reading = Fit(latency_s, 1 / bytes_per_s, _TYPICAL_READS)
+
+    def prefilled(self, start: int, end: int, seconds: float) -> None:
+        self._take(self._prefill, end - start, (end**2 - start**2) / 2, seconds)
+
+    def decoded(self, position: int, seconds: float) -> None:
+        self._take(self._decode, 1, position, seconds)
+
+    def read(self, nbytes: int, reads: int, seconds: float) -> None:
+        self._take(self._reading, -(-reads // self._prior.parallel), nbytes, seconds)
+
+    def _take(self, fit: Fit, first: float, second: float, seconds: float) -> None:
+        with self._lock:
+            fit.measure(first, second, seconds)
+
+    @property
+    def speeds(self) -> Speeds:
+        with self._lock:
+            prefill_s, prefill_position_s = self._prefill.values
+            decode_s, decode_position_s = self._decode.values
+            latency_s, byte_s = self._reading.values
+        return replace(
+            self._prior,
+            prefill_s=prefill_s,
+            prefill_position_s=prefill_position_s,
+            decode_s=decode_s,
+            decode_position_s=decode_position_s,
+            latency_s=latency_s,
+            bytes_per_s=1 / max(byte_s, 1e-15),
+        )
+
+
+def load_speeds(path: Path, prior: Speeds = PRIOR) -> Speeds:
+    """What an earlier replica of the same kind measured here, or the prior."""
+    try:
+        values = json.loads(path.read_text())
+        found = Speeds(
+            prefill_s=float(values["prefill_s"]),
+            prefill_position_s=float(values["prefill_position_s"]),
+            decode_s=float(values["decode_s"]),
+            decode_position_s=float(values["decode_position_s"]),
+            latency_s=float(values["latency_s"]),
+            bytes_per_s=float(values["bytes_per_s"]),
+            parallel=prior.parallel,
+        )
+        sound = all(np.isfinite(v) and 0 <= v < 1e15 for v in (getattr(found, n) for n in Speeds.__slots__))
+    except (OSError, ValueError, TypeError, KeyError):
+        return prior
+    return found if sound and found.bytes_per_s > 0 else prior
+
+
+def save_speeds(path: Path, speeds: Speeds) -> None:
+    """Whole or not at all; a place that cannot be written to costs only the next replica's first guess."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        temporary.write_text(json.dumps({name: getattr(speeds, name) for name in Speeds.__slots__}))
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
