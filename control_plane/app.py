@@ -177,6 +177,7 @@ async def start_context(context: AppContext, url: str = "") -> None:
     given = os.environ.pop("STOKER_ADMIN_KEY", "").strip()
     await context.keys.ensure_admin_key(context.settings.admin_key_path, given)
     await context.gateways.start(context.settings.gateway.url or url)
+    await context.journal.prepare()
     await context.functions.refresh()
     for function in context.functions.list():
         if function.current.state is not ImportState.READY:

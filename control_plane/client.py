@@ -124,7 +124,7 @@ class Client:
         return Stream(self, StreamState(path, {}, "", request_id=request_id, cursor=cursor), None)
 
     def cancel(self, path: str, request_id: str) -> None:
-        self.request("DELETE", f"{path}/{urllib.parse.quote(request_id)}")
+        self.request("POST", f"{path}/{urllib.parse.quote(request_id)}/cancel")
 
     def _send(self, call: Call, timeout_s: float) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         endpoint = self._locate()

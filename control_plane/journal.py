@@ -9,16 +9,16 @@ its appends are granted from memory and a death of its gateway or replica is an 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 import msgspec
 
 from control_plane import statements as sql
 from control_plane.accounts import charge_request
+from control_plane.appends import AppendRow, Appends
 from control_plane.database import Connection, Database
 from control_plane.errors import Fenced, LeaseLapsed, NotFound, StorageUnavailable, Unprocessable
 from control_plane.history import History, decode_chunks, record_of
@@ -35,6 +35,7 @@ from control_plane.records import (
     pack_tokens,
     unpack_tokens,
 )
+from control_plane.retention import Retention
 from control_plane.settings import RetentionSettings
 from control_plane.standing import device_entries, end_attempt, entries_of, standing, standing_of
 from function_runtime.protocol import Accepted as Taken
@@ -75,18 +76,6 @@ class _Live:
         """Kept for requests without a log only."""
 
 
-class _Batch:
-    """Appends waiting for one group. The event loop fills it until the writer begins with it."""
-
-    __slots__ = ("durable", "futures", "handed_over", "rows")
-
-    def __init__(self, durable: bool) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self.futures: list[asyncio.Future[bool]] = []
-        self.durable = durable
-        self.handed_over = False
-
-
 @dataclass(frozen=True, slots=True)
 class RetiredKv:
     packs: tuple[str, ...]
@@ -108,8 +97,10 @@ class Journal(History):
         self.may_write: Callable[[], bool] = lambda: True
         """Whether this gateway holds its lease: without it nothing is begun, logged or ended, until it has it again."""
         self._live: dict[str, _Live] = {}
-        self._batches: dict[bool, _Batch] = {}
-        self._lock = threading.Lock()
+        self._appends = Appends(database, gateway_id)
+        self._keeping = Retention(database, self._retention)
+        self._doubtful: dict[str, int] = {}
+        """Requests, and their epochs, whose acceptance was refused to the client and may have been written."""
 
     # --- whose they are -----------------------------------------------------------------------------------------
 
@@ -190,15 +181,17 @@ class Journal(History):
         # Only an idempotency key can make it raise for a reason of its own.
         guarded = new.idempotency_key is not None
         if place is not None:
-            self._close_batches()
+            self._appends.close()
         written = self._database.submit(run, durable=new.durability == "host", guarded=guarded)
         return self._accepted(new, written)
 
     async def _accepted(self, new: NewRequest, written: Awaitable[RequestRecord | None]) -> Accepted:
         try:
             earlier = await written
-        except Exception:
-            self._live.pop(new.id, None)
+        except Exception as error:
+            live = self._live.pop(new.id, None)
+            if isinstance(error, StorageUnavailable) and error.unclear and live is not None:
+                self._doubtful[new.id] = live.epoch
             raise
         if earlier is not None:
             del self._live[new.id]
@@ -207,6 +200,13 @@ class Journal(History):
 
     async def _lapsed(self) -> NoReturn:
         raise LeaseLapsed()
+
+    async def _withdraw_doubtful(self) -> None:
+        """The client was told 503 while nobody knew whether the commit took effect: if it did, nobody works on it."""
+        for request_id, epoch in list(self._doubtful.items()):
+            error = OutcomeError(503, "storage_unavailable", "the database went away while this was accepted", True)
+            await self.finish(request_id, epoch, Outcome(RequestState.REFUSED, error=error))
+            self._doubtful.pop(request_id, None)
 
     async def assign(self, request_id: str, replica_id: str, slot_id: str) -> int:
         """Begin an attempt: the epoch it runs under. An attempt that is still open is closed as replaced. Raises
@@ -237,7 +237,7 @@ class Journal(History):
         if not self.may_write():
             raise LeaseLapsed()
         live = self._live.get(request_id)
-        self._after_appends()
+        self._appends.hand_over()
         begun = await self._database.write(run, durable=live is not None and live.durable)
         if live is not None:
             live.epoch = begun
@@ -256,7 +256,7 @@ class Journal(History):
             charge_request(connection, seen.subject(request_id), device_entries(used), now)
             return True
 
-        self._after_appends()
+        self._appends.hand_over()
         return await self._database.write(run)
 
     async def taken(self, accepted: Taken) -> bool:
@@ -289,84 +289,29 @@ class Journal(History):
     ) -> Awaitable[bool]:
         """Write `count` tokens (msgpack of a list of `TokenEvent`) at `first_seq`; True once they are committed, or
         when they were already. False: the epoch or the owner is no longer valid, or there is a gap."""
-        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         if not self.may_write():
-            future.set_exception(LeaseLapsed())
-            return future
+            refused: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+            refused.set_exception(LeaseLapsed())
+            return refused
         live = self._live.get(request_id)
         if live is not None and not live.logged:
+            future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
             granted = live.epoch == epoch and live.last_seq == first_seq - 1
             if granted:
                 live.last_seq += count
             future.set_result(granted)
             return future
-        row = {
-            "id": request_id,
-            "me": self.gateway_id,
-            "epoch": epoch,
-            "first": first_seq,
-            "last": first_seq + count - 1,
-            "before": first_seq - 1,
-            "payload": payload,
-            "prefill_us": device.prefill_us,
-            "decode_us": device.decode_us,
-        }
-        if first_seq == 1:
-            row["cached_tokens"] = cached_tokens
-            row["prefill_ends"] = _encode(prefill_ends) if prefill_ends else None
-            row["now"] = now_us()
         durable = live is not None and live.durable
-        with self._lock:
-            batch = self._batches.get(durable)
-            opened = batch is None
-            if batch is None:
-                batch = self._batches[durable] = _Batch(durable)
-            batch.rows.append(row)
-            batch.futures.append(future)
-        if opened:
-            # The rest of this turn of the loop (tokens of other streams in the same frame) still joins.
-            asyncio.get_running_loop().call_soon(self._hand_over, batch)
-        return future
-
-    def _hand_over(self, batch: _Batch) -> None:
-        """Give a batch to the writer, once; it takes more rows until the writer begins with it."""
-        if batch.handed_over:
-            return
-        batch.handed_over = True
-
-        def run(connection: Connection) -> list[bool]:
-            self._seal(batch)
-            return [_append_row(connection, row) for row in batch.rows]
-
-        def settle(done: asyncio.Future[list[bool]]) -> None:
-            self._seal(batch)
-            error = done.exception()
-            for place, future in enumerate(batch.futures):
-                if future.done():
-                    continue
-                if error is not None:
-                    future.set_exception(error)
-                else:
-                    future.set_result(done.result()[place])
-
-        self._database.submit(run, durable=batch.durable, guarded=False).add_done_callback(settle)
-
-    def _seal(self, batch: _Batch) -> None:
-        with self._lock:
-            if self._batches.get(batch.durable) is batch:
-                del self._batches[batch.durable]
-
-    def _after_appends(self) -> None:
-        """What is submitted next comes after every append before it: an end must not overtake its last tokens."""
-        for batch in list(self._batches.values()):
-            self._hand_over(batch)
-
-    def _close_batches(self) -> None:
-        """Appends that come from now on are written behind what is submitted next: a batch that waits in the writer's
-        queue would still take them, and come before it."""
-        self._after_appends()
-        with self._lock:
-            self._batches.clear()
+        last_seq = first_seq + count - 1
+        if first_seq > 1:
+            row = AppendRow(request_id, epoch, first_seq, last_seq, payload, device.prefill_us, device.decode_us)
+        else:
+            ends = _encode(prefill_ends) if prefill_ends else None
+            row = AppendRow(
+                request_id, epoch, first_seq, last_seq, payload, device.prefill_us, device.decode_us, cached_tokens,
+                now_us(), ends,
+            )  # fmt: skip
+        return self._appends.add(row, durable=durable)
 
     # --- durable KV -------------------------------------------------------------------------------------------
 
@@ -429,48 +374,33 @@ class Journal(History):
         if not self.may_write():
             raise LeaseLapsed()
         live = self._live.get(request_id)
-        self._after_appends()
+        self._appends.hand_over()
         written = await self._database.submit(run, durable=live is not None and live.durable, guarded=False)
         if written is None:
             raise StorageUnavailable(
                 f"the log of {request_id} does not have all of its {outcome.last_seq} tokens yet; they come first"
             )
         self._live.pop(request_id, None)
+        if written:
+            self._keeping.ended(request_id)
         return written
 
+    async def prepare(self) -> None:
+        """Before the first request."""
+        await self._keeping.prepare()
+
+    async def tidy(self) -> int:
+        """Bring logs of ended requests into one row each, a few at a time; how many were looked at."""
+        await self._withdraw_doubtful()
+        return await self._keeping.compact()
+
     async def sweep(self, limit: int = 200) -> int:
-        """Drop what retention no longer keeps, a little at a time; how much there was to do. First the log and the
-        input of an ended request go, later its row; the ledger stays."""
-        now = now_us()
-        keep_us = round(self._retention.request_s * 1e6)
+        """Drop what retention no longer keeps, a little at a time; how much there was to do."""
+        return await self._keeping.sweep(limit)
 
-        def run(connection: Connection) -> int:
-            expired = connection.execute(sql.EXPIRED, {"now": now, "limit": limit}).fetchall()
-            for request_id, finished_us, expires_us in expired:
-                values = {"id": request_id, "expires_us": max(finished_us + keep_us, expires_us + 1)}
-                connection.execute(sql.DROP_LOG, values)
-                connection.execute(sql.DROP_LOG_HEAD, values)
-                connection.execute(sql.DROP_INPUT, values)
-                if values["expires_us"] > now:
-                    connection.execute(sql.EXPIRE_LATER, values)
-                else:
-                    connection.execute(sql.DROP_ATTEMPTS, values)
-                    connection.execute(sql.DROP_REQUEST, values)
-            return len(expired)
-
-        return await self._database.write(run)
-
-
-def _append_row(connection: Connection, row: dict[str, Any]) -> bool:
-    written = connection.execute(sql.LOG, row).fetchone()
-    if written is None:
-        return connection.execute(sql.HAS_ALREADY, row).fetchone() is not None
-    row["log_id"] = written[0]
-    if connection.execute(sql.APPEND_FIRST if "now" in row else sql.APPEND, row).rowcount == 1:
-        return True
-    # Taken over between the two statements, which only a database with several writers at a time allows.
-    connection.execute(sql.UNLOG, row)
-    return False
+    async def delete(self, request_id: str, tenant: str) -> None:
+        """Forget an ended request of a tenant, except in the ledger. Raises `Conflict` while it runs."""
+        await self._keeping.delete(request_id, tenant)
 
 
 def _attached(connection: Connection, new: NewRequest) -> RequestRecord | None:

@@ -79,6 +79,9 @@ class RetentionSettings:
     """How long the row of an ended request (times, usage, outcome, idempotency key) is kept. The ledger stays."""
     decision_s: float = 7 * 86400.0
     """How long decisions are kept for `stoker why`."""
+    partition_s: float = 3600.0
+    """On PostgreSQL: how much time one partition of the token log spans. It is dropped as a whole, when nothing in it
+    is kept any more: shorter frees space sooner, and makes more tables."""
     sweep_s: float = 60.0
     """Pause between sweeps; each deletes in small batches so that it is never in the way of a token."""
 

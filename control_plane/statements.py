@@ -65,26 +65,6 @@ UPDATE attempts SET loaded_tokens = :loaded_tokens, recomputed_tokens = :recompu
     load_us = :load_us, detail = :detail
 WHERE request_id = :id AND epoch = :epoch"""
 
-LOG: Final = """
-INSERT INTO token_log (previous, first_seq, last_seq, epoch, payload)
-SELECT log_head, :first, :last, :epoch, :payload FROM requests
-WHERE id = :id AND owner = :me AND epoch = :epoch AND state = 'running' AND last_seq = :before
-RETURNING id"""
-
-APPEND: Final = """
-UPDATE requests SET last_seq = :last, log_head = :log_id, prefill_us = :prefill_us, decode_us = :decode_us
-WHERE id = :id AND owner = :me AND epoch = :epoch AND state = 'running' AND last_seq = :before"""
-
-APPEND_FIRST: Final = """
-UPDATE requests SET last_seq = :last, log_head = :log_id, prefill_us = :prefill_us, decode_us = :decode_us,
-    cached_tokens = :cached_tokens, prefill_ends = :prefill_ends, first_token_us = :now
-WHERE id = :id AND owner = :me AND epoch = :epoch AND state = 'running' AND last_seq = :before"""
-
-UNLOG: Final = "DELETE FROM token_log WHERE id = :log_id"
-
-HAS_ALREADY: Final = """
-SELECT 1 FROM requests WHERE id = :id AND owner = :me AND epoch = :epoch AND last_seq >= :last"""
-
 READ_LOG: Final = """
 WITH RECURSIVE chain (id, previous, first_seq, last_seq, payload) AS (
     SELECT id, previous, first_seq, last_seq, payload FROM token_log
@@ -141,15 +121,10 @@ SELECT request_id, epoch FROM attempts WHERE replica_id = :replica_id ORDER BY a
 EXPIRED: Final = """
 SELECT id, finished_us, expires_us FROM requests WHERE expires_us < :now ORDER BY expires_us LIMIT :limit"""
 
+LOG_HEAD: Final = "SELECT log_head FROM requests WHERE id = :id"
+STATE_OF_TENANT: Final = "SELECT state FROM requests WHERE id = :id AND tenant = :tenant"
 EXPIRE_LATER: Final = "UPDATE requests SET expires_us = :expires_us WHERE id = :id"
-DROP_LOG: Final = """
-DELETE FROM token_log WHERE id IN (
-    WITH RECURSIVE chain (id, previous) AS (
-        SELECT id, previous FROM token_log WHERE id = (SELECT log_head FROM requests WHERE id = :id)
-        UNION ALL
-        SELECT t.id, t.previous FROM token_log t JOIN chain c ON t.id = c.previous)
-    SELECT id FROM chain)"""
-DROP_LOG_HEAD: Final = "UPDATE requests SET log_head = NULL WHERE id = :id"
+DROP_LOG_HEAD: Final = "UPDATE requests SET log_head = NULL, log_tail = NULL WHERE id = :id"
 DROP_INPUT: Final = "DELETE FROM request_inputs WHERE request_id = :id"
 DROP_ATTEMPTS: Final = "DELETE FROM attempts WHERE request_id = :id"
 DROP_REQUEST: Final = "DELETE FROM requests WHERE id = :id"

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 REPORT_S: Final = 15.0
 """How stale the ledger's view of a living replica may be."""
+TIDY_S: Final = 2.0
+"""Pause between two looks at what has ended and can be compacted."""
 BATCHES: Final = 100
 """Most batches of one sweep."""
 MORE_S: Final = 0.2
@@ -61,6 +63,7 @@ class Upkeep:
         context, settings = self._context, self._context.settings
         for name, pause_s, work in (
             ("report", REPORT_S, self._report),
+            ("tidy", TIDY_S, self._tidy),
             ("sweep", settings.retention.sweep_s, self._sweep),
             ("refresh", settings.gateway.renew_s, self._refresh),
         ):
@@ -127,6 +130,11 @@ class Upkeep:
             return
         for status in self._context.fleet.living():
             await self._context.ledger.report_replica(status)
+
+    async def _tidy(self) -> None:
+        for _ in range(BATCHES):
+            if await self._context.journal.tidy() == 0:
+                break
 
     async def _sweep(self) -> None:
         context = self._context

@@ -26,17 +26,18 @@ def migrate(session: Session, dialect: Dialect, migrations: Sequence[Migration] 
     try:
         session.lock_schema()
         connection.execute(_TABLE)
-        (applied,) = connection.execute("SELECT COALESCE(MAX(number), 0) FROM migrations").fetchone()
-        if applied > migrations[-1].number:
+        applied = {number for (number,) in connection.execute("SELECT number FROM migrations").fetchall()}
+        latest = max(applied, default=0)
+        if latest > migrations[-1].number:
             raise StorageUnavailable(
-                f"the database is at migration {applied}, this release knows {migrations[-1].number}: run the release "
+                f"the database is at migration {latest}, this release knows {migrations[-1].number}: run the release "
                 "that wrote it, or a later one"
             )
         for migration in migrations:
-            if migration.number <= applied:
+            if migration.number in applied:
                 continue
-            for statement in migration.statements:
-                connection.execute(dialect.render(statement))
+            for statement in dialect.statements(migration):
+                connection.execute(statement)
             values = {"number": migration.number, "why": migration.why, "now": time.time_ns() // 1000}
             connection.execute(_NOTE, values)
         session.commit()

@@ -1,4 +1,4 @@
-"""Coming back to a request by its id: the rest of its stream, its whole answer, or its cancellation.
+"""Coming back to a request by its id: the rest of its stream, its whole answer, its cancellation, its deletion.
 
 The cursor is `Last-Event-ID` or `?starting_after=N`: a reader gets what lies behind it and only that. Limits: a log is
 kept for `RetentionSettings.log_s` after the end.
@@ -100,3 +100,18 @@ async def cancel(request: web.Request) -> web.Response:
         "cancelled": end is not None and end.state is RequestState.CANCELLED,
     }
     return web.json_response(body, headers={"x-request-id": answer.head.request_id})
+
+
+async def delete(request: web.Request) -> web.Response:
+    """Forget an ended request: input, log, row; its KV goes with the next collection, its ledger rows stay."""
+    context = request.app[CONTEXT]
+    key = authenticate(context, request)
+    request_id = request.match_info["id"]
+    if _ID.match(request_id) is None:
+        raise NotFound(f"there is no request {request_id[:80]}", param="id")
+    live = context.dispatcher.requests.get(request_id)
+    if live is not None and live.log.end is not None:
+        await context.dispatcher.outcomes_written()  # its reader saw the end already
+    await context.journal.delete(request_id, key.tenant)
+    kind = "chat.completion.deleted" if request_id.startswith("chatcmpl-") else "text_completion.deleted"
+    return web.json_response({"id": request_id, "object": kind, "deleted": True})

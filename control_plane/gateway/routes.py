@@ -18,7 +18,8 @@ def routes(context: AppContext) -> list[web.RouteDef]:
         table += [
             web.get(endpoint + "/{id}/stream", resume.stream),
             web.get(endpoint + "/{id}", resume.retrieve),
-            web.delete(endpoint + "/{id}", resume.cancel),
+            web.post(endpoint + "/{id}/cancel", resume.cancel),
+            web.delete(endpoint + "/{id}", resume.delete),
         ]
     return [
         *table,

@@ -180,9 +180,11 @@ class PostgresServer:
 
 
 @contextmanager
-def server(settings: dict[str, str] | None = None) -> Iterator[PostgresServer]:
+def server(settings: dict[str, str] | None = None, *, on_disk: bool = False) -> Iterator[PostgresServer]:
     memory = Path("/dev/shm")
-    directory = Path(tempfile.mkdtemp(prefix="stoker-pg-", dir=memory if os.access(memory, os.W_OK) else None))
+    directory = Path(
+        tempfile.mkdtemp(prefix="stoker-pg-", dir=memory if os.access(memory, os.W_OK) and not on_disk else None)
+    )
     made = PostgresServer(directory, settings)
     try:
         made.create()

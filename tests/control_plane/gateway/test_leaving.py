@@ -101,11 +101,29 @@ async def test_a_request_is_cancelled_by_its_id(plane: Plane) -> None:
     response = await plane.post(body(stream=True, max_tokens=1000))
     request_id = response.headers["x-request-id"]
     async with plane.client.delete(f"/v1/completions/{request_id}", headers=plane.headers) as answer:
+        assert (answer.status, (await answer.json())["error"]["code"]) == (409, "request_running")
+    async with plane.client.post(f"/v1/completions/{request_id}/cancel", headers=plane.headers) as answer:
         assert (await answer.json())["cancelled"] is True
     events = await Stream(response).all()
     assert events[-2][1]["error"]["code"] == "request_cancelled"
     assert events[-1][1] == "[DONE]"
-    async with plane.client.delete(f"/v1/completions/{request_id}", headers=plane.headers) as answer:
+    async with plane.client.post(f"/v1/completions/{request_id}/cancel", headers=plane.headers) as answer:
+        assert answer.status == 200
+
+
+async def test_an_ended_request_is_forgotten_when_its_tenant_says_so(plane: Plane) -> None:
+    await plane.deploy()
+    async with plane.post(body()) as response:
+        request_id = response.headers["x-request-id"]
+        await response.read()
+    path = f"/v1/completions/{request_id}"
+    async with plane.client.delete(path, headers=plane.headers) as answer:
+        assert (answer.status, (await answer.json())["deleted"]) == (200, True)
+    async with plane.get(path) as answer:
+        assert answer.status == 404
+    async with plane.client.delete(path, headers=plane.headers) as answer:
+        assert answer.status == 404
+    async with plane.get("/v1/organization/usage/completions?start_time=1&bucket_width=1d&limit=1") as answer:
         assert answer.status == 200
 
 
