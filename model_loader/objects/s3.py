@@ -13,10 +13,9 @@ import secrets
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import google_crc32c
 import numpy as np
@@ -24,16 +23,14 @@ import numpy as np
 from model_loader.errors import LoaderError, MissingObject, ShortObject, StoreError, StoreProblem, StoreRefused
 from model_loader.errors import StoreUnavailable as Unavailable
 from model_loader.objects.location import S3Location
+from model_loader.objects.parts import FIRST_BYTES, PartSize, cut, together
 from model_loader.objects.protocol import CHECK_PREFIX, Buffer, ObjectInfo, check_key
 from model_loader.objects.resilience import DEFAULT_LIMITS, Deadline, Guard, Limits
-from model_loader.objects.s3_client import Body, S3Client
+from model_loader.objects.s3_client import Body, Range, S3Client
 from model_loader.objects.s3_errors import region_in, wrong_region
 from model_loader.objects.stats import StoreStats
+from model_loader.objects.transport import Answer
 
-T = TypeVar("T")
-
-GET_PART_BYTES: Final = 8 * 1024 * 1024
-"""A read longer than this is made in several requests at once."""
 PUT_WHOLE_BYTES: Final = 32 * 1024 * 1024
 """An object longer than this is written in parts."""
 PUT_PART_BYTES: Final = 16 * 1024 * 1024
@@ -56,6 +53,7 @@ class S3Store:
         self._lock = threading.Lock()
         self._made: S3Client | None = None
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="s3")
+        self._part_size = PartSize()
         self._operations: weakref.WeakSet[Deadline] = weakref.WeakSet()
         self._closed = False
 
@@ -107,51 +105,42 @@ class S3Store:
     def _get_parts(
         self, name: str, key: str, offset: int, view: memoryview, deadline: Deadline, versions: set[str]
     ) -> None:
+        size = self._part_size.of(len(view))
+
         def get(at: int) -> None:
-            part = view[at : at + GET_PART_BYTES]
+            part = view[at : at + size]
+            begin_s = time.monotonic()
             versions.add(
                 self._guard.run(
                     "get", deadline, lambda: self._get_range(name, key, offset + at, part, deadline), len(part)
                 )
             )
+            self._part_size.learn(len(part), time.monotonic() - begin_s)
 
-        self._together(range(0, len(view), GET_PART_BYTES), get, deadline)
+        together(range(0, len(view), size), get, deadline, self._threads, THREADS)
         if len(versions) > 1:
             raise Unavailable(f"object {key} was replaced while it was read")
 
     def _get_range(self, name: str, key: str, offset: int, view: memoryview, deadline: Deadline) -> str:
         """Fills `view`; gives the version of the object it is from."""
         last = offset + len(view) - 1
-        with self._client.opened("get_object", "get", key, deadline, Key=name, Range=f"bytes={offset}-{last}") as (
-            response,
-            answer,
-        ):
-            begin, end, size = _range_of(response)
-            if begin == offset and end < last:
-                raise ShortObject(f"object {key} is short: {last + 1} bytes needed, {size} found")
-            if begin != offset or end != last:
-                raise StoreError(f"asked for bytes {offset}-{last} of {key}, the store sends {begin}-{end}")
-            found = answer.read_into(view)
-            if found < len(view):
-                raise Unavailable(f"the connection ended after {found} of {len(view)} bytes of {key}")
-            return str(response.get("ETag", ""))
+        with self._client.ranged(name, key, offset, last, deadline) as (given, answer):
+            if given.begin == offset and given.end < last:
+                raise ShortObject(f"object {key} is short: {last + 1} bytes needed, {given.size} found")
+            _read_exactly(answer, view, key, given, offset, last)
+            return given.version
 
     def _get_rest(self, name: str, key: str, offset: int, deadline: Deadline) -> bytes:
         """Everything from `offset`: the first part tells how much there is."""
         versions: set[str] = set()
 
         def first() -> tuple[bytearray, int]:
-            asked = f"bytes={offset}-{offset + GET_PART_BYTES - 1}"
-            with self._client.opened("get_object", "get", key, deadline, Key=name, Range=asked) as (response, answer):
-                begin, end, size = _range_of(response)
-                if begin != offset or end != min(offset + GET_PART_BYTES, size) - 1:
-                    raise StoreError(f"asked for {asked} of {key}, the store sends {begin}-{end}")
-                result = bytearray(size - offset)
-                found = answer.read_into(memoryview(result)[: end + 1 - begin])
-                if found < end + 1 - begin:
-                    raise Unavailable(f"the connection ended after {found} of {end + 1 - begin} bytes of {key}")
-                versions.add(str(response.get("ETag", "")))
-                return result, found
+            with self._client.ranged(name, key, offset, offset + FIRST_BYTES - 1, deadline) as (given, answer):
+                result = bytearray(given.size - offset)
+                view = memoryview(result)[:FIRST_BYTES]
+                _read_exactly(answer, view, key, given, offset, offset + len(view) - 1)
+                versions.add(given.version)
+                return result, len(view)
 
         result, found = self._guard.run("get", deadline, first)
         self.stats.add_bytes("get", found)
@@ -230,7 +219,7 @@ class S3Store:
                     "PartNumber": number, "ETag": answer["ETag"], "ChecksumCRC32C": answer["ChecksumCRC32C"],
                 }  # fmt: skip
 
-            self._together(list(enumerate(_cut(views, PUT_PART_BYTES), 1)), put, deadline)
+            together(list(enumerate(cut(views, PUT_PART_BYTES), 1)), put, deadline, self._threads, THREADS)
             whole = {"Parts": [done[number] for number in sorted(done)]}
             self._complete(name, key, upload, whole, token, total, deadline)
         except BaseException:
@@ -326,63 +315,13 @@ class S3Store:
     def _ask(self, method: str, kind: str, key: str, deadline: Deadline, **arguments: Any) -> dict[str, Any]:
         return self._guard.run(kind, deadline, lambda: self._client.call(method, kind, key, deadline, **arguments))
 
-    def _together(self, parts: Sequence[T], do: Callable[[T], None], deadline: Deadline) -> None:
-        """`do` for every part, several at once, this thread among them: busy helpers delay it and never block it. The
-        first error ends the operation: what still runs is interrupted and waited for."""
-        if len(parts) == 1:
-            do(parts[0])
-            return
-        waiting, errors = deque(parts), deque[BaseException]()
 
-        def work() -> None:
-            while not errors:
-                try:
-                    part = waiting.popleft()
-                except IndexError:
-                    return
-                try:
-                    do(part)
-                except BaseException as error:
-                    errors.append(error)
-                    deadline.abandon()
-
-        helpers = [self._threads.submit(work) for _ in range(min(THREADS, len(parts)) - 1)]
-        work()
-        for helper in helpers:
-            if not helper.cancel():
-                helper.result()
-        if errors:
-            raise errors[0]
-
-
-def _range_of(response: dict[str, Any]) -> tuple[int, int, int]:
-    """First byte, last byte and size that the answer to a ranged read names."""
-    named = str(response.get("ContentRange", ""))
-    try:
-        unit, _, rest = named.partition(" ")
-        span, _, size = rest.partition("/")
-        begin, _, end = span.partition("-")
-        if unit != "bytes" or int(end) - int(begin) + 1 != int(response["ContentLength"]):
-            raise ValueError(named)
-        return int(begin), int(end), int(size)
-    except (KeyError, ValueError) as error:
-        raise StoreError(f"the store answered a ranged read without a range ({named!r})") from error
-
-
-def _cut(views: Sequence[memoryview], nbytes: int) -> Iterator[list[memoryview]]:
-    """The same bytes in pieces of `nbytes`, nothing copied."""
-    piece: list[memoryview] = []
-    room = nbytes
-    for view in views:
-        while len(view):
-            piece.append(view[:room])
-            room -= len(piece[-1])
-            view = view[len(piece[-1]) :]
-            if room == 0:
-                yield piece
-                piece, room = [], nbytes
-    if piece:
-        yield piece
+def _read_exactly(answer: Answer, view: memoryview, key: str, given: Range, begin: int, end: int) -> None:
+    if (given.begin, given.end) != (begin, end):
+        raise StoreError(f"asked for bytes {begin}-{end} of {key}, the store sends {given.begin}-{given.end}")
+    found = answer.read_into(view)
+    if found < len(view):
+        raise Unavailable(f"the connection ended after {found} of {len(view)} bytes of {key}")
 
 
 def _crc32c(views: Sequence[memoryview]) -> str:

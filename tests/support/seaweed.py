@@ -15,12 +15,13 @@ import socket
 import subprocess
 import sysconfig
 import time
-import urllib.error
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
 START_S = 40.0
+TRIES = 3
+SOCKETS = Path("/tmp")
+"""Where it makes sockets beside its ports, whatever it is told."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,10 @@ class Seaweed:
         self.folder = folder
         self.process: subprocess.Popen[bytes] | None = None
         self._weed = binary()
+        self._started = False
+        self._take_ports()
+
+    def _take_ports(self) -> None:
         names = ("master", "volume", "filer", "s3")
         ports = free_ports(2 * len(names))
         self._ports = dict(zip([*names, *(f"{name}.grpc" for name in names)], ports, strict=True))
@@ -81,7 +86,18 @@ class Seaweed:
         return f"s3://{bucket}{folder}?endpoint={endpoint or self.endpoint}&region=us-east-1&path_style=1"
 
     def start(self) -> None:
-        """Also after `kill`: what was stored is there again."""
+        """Also after `kill`: what was stored is there again, at the same address."""
+        for _ in range(1 if self._started else TRIES):
+            if self._start():
+                self._started = True
+                return
+            self.kill()
+            if not self._started:
+                self._take_ports()  # somebody else took one of them in between
+        tail = (self.folder / "weed.log").read_bytes()[-2000:].decode(errors="replace")
+        raise RuntimeError(f"SeaweedFS did not start within {START_S:g} s:\n{tail}")
+
+    def _start(self) -> bool:
         self.folder.mkdir(parents=True, exist_ok=True)
         users = self.folder / "s3.json"
         everything = ["Admin", "Read", "Write", "List", "Tagging"]
@@ -97,35 +113,45 @@ class Seaweed:
         command += [f"-volume.port={self._ports['volume']}", f"-volume.port.grpc={self._ports['volume.grpc']}"]
         command += ["-filer", f"-filer.port={self._ports['filer']}", f"-filer.port.grpc={self._ports['filer.grpc']}"]
         command += ["-s3", f"-s3.port={self._ports['s3']}", f"-s3.port.grpc={self._ports['s3.grpc']}"]
+        # Two more services that would take fixed ports, and a report to its makers: off.
+        command += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"]
         command += [f"-s3.config={users}", "-volume.max=200", "-master.volumeSizeLimitMB=1024"]
+        # It would make a user of its own of credentials that it finds.
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
         with (self.folder / "weed.log").open("ab") as log:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=self.folder
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                cwd=self.folder,
+                env=environ,
             )
-        self._await()
+        return self._await()
 
-    def _await(self) -> None:
+    def _await(self) -> bool:
         deadline = time.monotonic() + START_S
         while True:
-            with contextlib.suppress(OSError):
-                try:
-                    urllib.request.urlopen(self.endpoint, timeout=2).close()
-                except urllib.error.HTTPError as answer:
-                    answer.close()  # it says 403, so it is there
-                self._make_bucket()
-                return
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 2):
+                if self._made_bucket():
+                    return True
             if self.process is None or self.process.poll() is not None or time.monotonic() > deadline:
-                tail = (self.folder / "weed.log").read_bytes()[-2000:].decode(errors="replace")
-                self.close()
-                raise RuntimeError(f"SeaweedFS did not start within {START_S:g} s:\n{tail}")
+                return False
             time.sleep(0.05)
 
-    def _make_bucket(self) -> None:
-        client = boto(self.endpoint)
-        with contextlib.suppress(client.exceptions.BucketAlreadyExists, client.exceptions.BucketAlreadyOwnedByYou):
-            client.create_bucket(Bucket=BUCKET)
-        # The first object of a bucket waits until volumes have been made for it.
-        client.put_object(Bucket=BUCKET, Key="first", Body=b"1")
+    def _made_bucket(self) -> bool:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        client = boto(self.endpoint, connect_timeout=5, read_timeout=20)
+        try:
+            with contextlib.suppress(client.exceptions.BucketAlreadyExists, client.exceptions.BucketAlreadyOwnedByYou):
+                client.create_bucket(Bucket=BUCKET)
+            # The first object of a bucket waits until volumes have been made for it.
+            client.put_object(Bucket=BUCKET, Key="first", Body=b"1")
+        except (BotoCoreError, ClientError):
+            return False  # the port answers before what is behind it does
+        return True
 
     def pause(self) -> None:
         """It hangs: accepts connections and says nothing."""
@@ -142,6 +168,9 @@ class Seaweed:
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
             self.process = None
+            for port in self._ports.values():
+                for left in SOCKETS.glob(f"seaweedfs-*-{port}.sock"):
+                    left.unlink(missing_ok=True)
 
     def close(self) -> None:
         self.kill()

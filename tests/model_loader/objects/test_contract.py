@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from model_loader.errors import LoaderError, MissingObject, ShortObject, StoreError, StoreUnavailable
 from model_loader.objects import DirectoryStore, ObjectInfo, ObjectStore
 from model_loader.objects import s3 as s3_module
+from model_loader.objects.parts import PartSize
 
 MIB = 1024 * 1024
 
@@ -21,7 +22,8 @@ MIB = 1024 * 1024
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few megabytes already go in several requests. Five is the least that S3 allows for an upload's part."""
-    monkeypatch.setattr(s3_module, "GET_PART_BYTES", MIB)
+    monkeypatch.setattr(s3_module, "PartSize", lambda: PartSize(MIB, MIB, MIB))
+    monkeypatch.setattr(s3_module, "FIRST_BYTES", MIB)
     monkeypatch.setattr(s3_module, "PUT_WHOLE_BYTES", 5 * MIB)
     monkeypatch.setattr(s3_module, "PUT_PART_BYTES", 5 * MIB)
 
@@ -96,7 +98,7 @@ def test_an_object_is_replaced(store: ObjectStore) -> None:
     assert store.get("x") == b"b" * 50
 
 
-def test_large_objects_come_back_whole_and_by_any_range(store: ObjectStore, small_parts: None) -> None:
+def test_large_objects_come_back_whole_and_by_any_range(small_parts: None, store: ObjectStore) -> None:
     content = os.urandom(11 * MIB + 12345)
     cut = [0, 1, 4 * MIB, 4 * MIB + 7, 9 * MIB, len(content)]
     parts = [memoryview(content)[a:b] for a, b in itertools.pairwise(cut)]
@@ -111,7 +113,7 @@ def test_large_objects_come_back_whole_and_by_any_range(store: ObjectStore, smal
         store.get_into("large", 7 * MIB, memoryview(bytearray(5 * MIB)))
 
 
-def test_many_threads_read_and_write_at_once(store: ObjectStore, small_parts: None) -> None:
+def test_many_threads_read_and_write_at_once(small_parts: None, store: ObjectStore) -> None:
     failures: list[BaseException] = []
 
     def run(number: int) -> None:

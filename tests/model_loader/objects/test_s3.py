@@ -17,6 +17,7 @@ from model_loader.errors import (
 )
 from model_loader.objects import ObjectStore
 from model_loader.objects import s3 as s3_module
+from model_loader.objects.parts import PartSize
 from tests.support.faulty_proxy import FaultyProxy, error_xml
 from tests.support.seaweed import ADMIN, BUCKET, READER, STRANGER, Credentials, Seaweed, boto, free_ports
 
@@ -32,7 +33,8 @@ def proxy(seaweed: Seaweed) -> Iterator[FaultyProxy]:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_module, "GET_PART_BYTES", MIB)
+    monkeypatch.setattr(s3_module, "PartSize", lambda: PartSize(MIB, MIB, MIB))
+    monkeypatch.setattr(s3_module, "FIRST_BYTES", MIB)
     monkeypatch.setattr(s3_module, "PUT_WHOLE_BYTES", 5 * MIB)
     monkeypatch.setattr(s3_module, "PUT_PART_BYTES", 5 * MIB)
 
