@@ -72,6 +72,7 @@ class _Relay:
         base = request.path.split(self._id)[0].rstrip("/")
         self._path = f"{base}/{self._id}"
         self._streams = request.path.endswith("/stream") or writer is not None
+        self._cancels = request.path.endswith("/cancel")
         self._writer = writer
         self._lost_since_s = time.monotonic()
 
@@ -121,7 +122,7 @@ class _Relay:
         if record is None:
             raise Unavailable(f"{self._id} cannot be read now", retry_after_s=1.0)
         live, answer = await find(self._context, record)
-        if self._request.method == "DELETE" or (self._request.method == "GET" and not self._streams):
+        if self._cancels or (self._request.method == "GET" and not self._streams):
             return await handler(self._request)
         with reading(self._context, live):
             if not self._streams:
@@ -138,8 +139,8 @@ class _Relay:
 
     async def _read_there(self, url: str) -> web.StreamResponse:
         method, path, query = "GET", self._path, {}
-        if self._request.method == "DELETE":
-            method = "DELETE"
+        if self._cancels:
+            method, path = "POST", f"{self._path}/cancel"
         elif self._streams:
             path, query = f"{self._path}/stream", {"starting_after": str(self._place())}
         elif self._request.method == "POST":

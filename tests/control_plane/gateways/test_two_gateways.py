@@ -197,7 +197,7 @@ async def test_its_state_is_told_and_it_is_cancelled_through_any_gateway(pair: t
     await until(lambda: live.phase is Phase.RUNNING)
     async with other.get(f"/v1/completions/{live.request_id}") as response:
         assert (response.status, (await response.json())["status"]) == (202, "running")
-    async with other.client.delete(f"/v1/completions/{live.request_id}", headers=other.headers) as response:
+    async with other.client.post(f"/v1/completions/{live.request_id}/cancel", headers=other.headers) as response:
         assert (response.status, (await response.json())["cancelled"]) == (200, True)
     await (await task).read()
 
