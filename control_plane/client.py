@@ -109,6 +109,21 @@ class Client:
             return json.loads(content)
         return content.decode("utf-8", "replace")
 
+    def lines(self, method: str, path: str, *, body: Json = None, timeout_s: float = 600.0) -> Iterator[Json]:
+        """An answer that is a line of JSON after another, each as it comes. `timeout_s`: longest silence."""
+        data = None if body is None else json.dumps(body).encode()
+        sent = {} if data is None else {"Content-Type": "application/json"}
+        connection, response = self._send(Call(method, path, sent, data), timeout_s)
+        try:
+            if response.status >= 400:
+                raise HttpError.from_response(response.status, dict(response.getheaders()), response.read())
+            while line := response.readline():
+                yield json.loads(line)
+        except (OSError, http.client.HTTPException) as error:
+            raise Unreachable(self._locate().url, error, connected=True) from error
+        finally:
+            connection.close()
+
     def stream(
         self,
         path: str,

@@ -74,9 +74,9 @@ class KvCollection:
         self._database = database
         self._journal = journal
         self._settings = settings
-        self._store_uri = store_uri
         self._clock_us = clock_us
         self._store: ObjectStore | None = None
+        self.store_uri = store_uri
         self._busy = asyncio.Lock()
         self._looked_s: float | None = None
         self.total = Collected()
@@ -275,7 +275,7 @@ class KvCollection:
         if self._store is None:
             from model_loader.objects import open_store
 
-            self._store = open_store(self._store_uri)
+            self._store = open_store(self.store_uri)
         return self._store
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from control_plane.api import functions, keys, organization
+from control_plane.api import functions, keys, kv, organization
 from control_plane.context import AppContext
 from control_plane.gateway import generate, health, internal, models, operate, resume
 
@@ -38,6 +38,7 @@ def routes(context: AppContext) -> list[web.RouteDef]:
         web.post("/api/v1/drain", operate.drain),
         *functions.routes(context),
         *keys.routes(context),
+        *kv.routes(context),
         *organization.routes(context),
         *internal.routes(context),
     ]

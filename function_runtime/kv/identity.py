@@ -69,17 +69,17 @@ class Chain:
             self._blocks.append(hashlib.sha256(encode_fields(begin)).digest())
         while len(self._blocks) - 1 < position // size:
             index = len(self._blocks) - 1
-            self._blocks.append(_link("block", self._blocks[-1], tokens[index * size : (index + 1) * size]))
+            self._blocks.append(link("block", self._blocks[-1], tokens[index * size : (index + 1) * size]))
         last = self._blocks[position // size]
         rest = tokens[position // size * size : position]
-        return _link("part", last, rest) if rest else last
+        return link("part", last, rest) if rest else last
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(tokens)}I", *tokens)
 
 
-def _link(kind: str, parent: bytes, tokens: Sequence[int]) -> bytes:
+def link(kind: str, parent: bytes, tokens: Sequence[int]) -> bytes:
     fields = [("kind", kind.encode()), ("parent", parent), ("tokens", pack_tokens(tokens))]
     return hashlib.sha256(encode_fields(fields)).digest()
 

@@ -1,14 +1,16 @@
 """A pack: one object that holds chunks of one tenant scope, named by what it holds.
 
-    magic | version | count | per chunk: digest, chain, offset, bytes | CRC32C | zeros to 64 | chunks, 64-byte aligned
+    magic | version | count | salt | per chunk: digest, chain, offset, bytes | CRC32C | zeros to 64 | chunks, aligned
 
 The name is the SHA-256 of the header, which holds every chunk's digest: a pack has one possible content, and its header
-rebuilds its part of an index. Limits: at most `MAX_CHUNKS`; a chunk's bytes are checked when the chunk is opened.
+rebuilds its part of an index. The salt makes each pack its writer's own: of two replicas that compute the same tokens
+neither deletes what the other counts on. Limits: at most `MAX_CHUNKS`; version 1 had no salt, and is still read.
 """
 
 from __future__ import annotations
 
 import hashlib
+import secrets
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +22,8 @@ from function_runtime.kv.chunk import EncodedChunk
 from model_loader.objects import ObjectStore
 
 MAGIC: Final = b"STKKVPK1"
-VERSION: Final = 1
+VERSION: Final = 2
+SALT_BYTES: Final = 16
 MAX_CHUNKS: Final = 4096
 PREFIX: Final = "kv/packs/"
 _PREAMBLE: Final = struct.Struct("<8sII")
@@ -55,10 +58,10 @@ def _aligned(size: int) -> int:
 
 
 def build_pack(chunks: Sequence[tuple[bytes, EncodedChunk]]) -> Pack:
-    """From (chain, chunk) pairs."""
+    """From (chain, chunk) pairs, salted as no other."""
     if not 0 < len(chunks) <= MAX_CHUNKS:
         raise KvError(f"a pack of {len(chunks)} chunks")
-    at = _aligned(_PREAMBLE.size + len(chunks) * _ENTRY.size + _CRC.size)
+    at = _header_nbytes(VERSION, len(chunks))
     header_bytes = at
     entries: list[PackEntry] = []
     parts: list[bytes | memoryview] = []
@@ -66,22 +69,31 @@ def build_pack(chunks: Sequence[tuple[bytes, EncodedChunk]]) -> Pack:
         entries.append(PackEntry(chunk.digest, chain, at, chunk.nbytes))
         parts += (chunk.head, chunk.data, bytes(_aligned(chunk.nbytes) - chunk.nbytes))
         at += _aligned(chunk.nbytes)
-    header = _PREAMBLE.pack(MAGIC, VERSION, len(entries))
+    header = _PREAMBLE.pack(MAGIC, VERSION, len(entries)) + secrets.token_bytes(SALT_BYTES)
     header += b"".join(_ENTRY.pack(bytes.fromhex(e.digest), e.chain, e.offset, e.nbytes) for e in entries)
     header += _CRC.pack(crc32c(header))
     header = header.ljust(header_bytes, b"\0")
     return Pack(pack_key(header), tuple(entries), (header, *parts))
 
 
+def _header_nbytes(version: int, count: int) -> int:
+    return _aligned(_entries_at(version) + count * _ENTRY.size + _CRC.size)
+
+
+def _entries_at(version: int) -> int:
+    return _PREAMBLE.size + (SALT_BYTES if version >= 2 else 0)
+
+
 def read_entries(store: ObjectStore, key: str) -> tuple[PackEntry, ...]:
     """What a stored pack holds, by its own header, which must have the pack's name."""
     magic, version, count = _PREAMBLE.unpack(store.get(key, 0, _PREAMBLE.size))
-    if magic != MAGIC or version != VERSION or not 0 < count <= MAX_CHUNKS:
-        raise KvError(f"{key} is no pack of this version")
-    header = store.get(key, 0, _aligned(_PREAMBLE.size + count * _ENTRY.size + _CRC.size))
+    if magic != MAGIC or not 1 <= version <= VERSION or not 0 < count <= MAX_CHUNKS:
+        raise KvError(f"{key} is no pack of a version from 1 to {VERSION}")
+    header = store.get(key, 0, _header_nbytes(version, count))
     if pack_key(header) != key:
         raise KvError(f"the header of {key} does not have its name")
-    table = header[_PREAMBLE.size : _PREAMBLE.size + count * _ENTRY.size]
+    begin = _entries_at(version)
+    table = header[begin : begin + count * _ENTRY.size]
     return tuple(
         PackEntry(digest.hex(), chain, offset, nbytes) for digest, chain, offset, nbytes in _ENTRY.iter_unpack(table)
     )

@@ -16,8 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
@@ -32,11 +31,10 @@ from function_runtime.kv.chunk import ChunkHead
 from function_runtime.kv.identity import Chain, KvIdentity
 from function_runtime.kv.keeping import Prefix, Speeds, decide
 from function_runtime.kv.known import Key, KnownChunks
-from function_runtime.kv.pace import Pace
 from function_runtime.kv.reader import Capabilities, Reading, Restoration, sequences
 from function_runtime.kv.settings import KvReplicaSettings
 from function_runtime.kv.speeds import DIRECTORY_PRIOR, READERS, REMOTE_PRIOR, Measured
-from function_runtime.kv.writer import KvWriter, Pending
+from function_runtime.kv.writer import KvWriter, Pending, Told
 from function_runtime.protocol import KvAsk, KvBad, KvChunk, KvKept, KvKnown, KvSealed
 from function_runtime.serving import KvRead, Serving
 from model_loader.errors import LoaderError
@@ -100,7 +98,6 @@ class DurableKv:
         *,
         chunk_tokens: int = 32,
         settings: KvReplicaSettings | None = None,
-        pace: Pace | None = None,
         measured: Measured | None = None,
         engine: Capabilities | None = None,
     ) -> None:
@@ -115,7 +112,6 @@ class DurableKv:
         self._writer = KvWriter(
             self._store, self._told, linger_s=self._settings.linger_s, bytes_per_s=self._settings.bytes_per_s
         )
-        self.pace = pace or Pace()
         self.measured = measured or Measured()
         self.measured.expect_store(*(DIRECTORY_PRIOR if store_uri.startswith("file:") else REMOTE_PRIOR))
         self._engine = engine or Capabilities(identity.layout.num_layers)
@@ -132,7 +128,6 @@ class DurableKv:
         """Packs this replica wrote, with the bytes of their chunks."""
         self._kept: dict[str, None] = {}
         """Packs that were told to be kept: the index has them, they are not ours to delete."""
-        self._news: deque[tuple[_Copy, tuple[KvChunk, ...], str]] = deque()
         self._named: dict[_Written, list[KvChunk]] = {}
         self.deduplicated_chunks = 0
 
@@ -198,7 +193,6 @@ class DurableKv:
         self._requests.submit(self._read, held)
 
     def _read(self, held: HeldRequest) -> None:
-        begin_ns = time.monotonic_ns()
         arrival: Arrival | None = None
         detail = ""
         try:
@@ -217,11 +211,8 @@ class DurableKv:
             self._inbox.post(lambda: self._serving().kv_read(held, KvRead(None, 0, detail)))
         else:
             self._follow(held, reading, arrival)
-        took_us = (time.monotonic_ns() - begin_ns) // 1000
         for miss in outcome.misses:
             print(f"kv miss request={held.id} {miss}", file=sys.stderr)
-        if outcome.sound:
-            self.pace.read(sum(chunk.nbytes for chunk in outcome.sound), took_us / 1e6)
         self._inbox.post(lambda: self.found(held, outcome.sound, outcome.bad))
 
     def _follow(self, held: HeldRequest, reading: Reading, arrival: Arrival) -> None:
@@ -245,6 +236,11 @@ class DurableKv:
     def found(self, held: HeldRequest, sound: list[KvChunk], bad: list[tuple[KvChunk, str]]) -> None:
         """What a read came to. Sound chunks are counted on from here on, and named again if the index spoke of them:
         then the journal knows what the request was begun with. Bad ones are reported and not named any more."""
+        for chunk, reason in bad:
+            self._known.forget_pack(chunk.pack)
+            held.tell(KvBad(request_id=held.id, epoch=held.epoch, chunk=chunk, reason=reason))
+        if not held.live:
+            return
         written = self._of(held)
         begun_here = not held.work.produced and not held.work.prefill_ends
         for chunk in sound:
@@ -254,9 +250,6 @@ class DurableKv:
                 self._named.setdefault(written, []).append(chunk)
         if self._named:
             self._tell_named()
-        for chunk, reason in bad:
-            self._known.forget_pack(chunk.pack)
-            held.tell(KvBad(request_id=held.id, epoch=held.epoch, chunk=chunk, reason=reason))
 
     # --- writing --------------------------------------------------------------------------------------------------
 
@@ -308,19 +301,16 @@ class DurableKv:
             written.waiting[start] = max(end, written.waiting.get(start, 0))
         self._writer.put(Pending(copy, choice, head, data, is_wanted=lambda: copy.is_wanted))
 
-    def _told(self, owner: Hashable, chunks: tuple[KvChunk, ...], dropped: str) -> None:
-        """From the writer's thread."""
-        if isinstance(owner, _Copy):
-            self._news.append((owner, chunks, dropped))
-            if len(self._news) == 1:
-                self._inbox.post(self._hear_writer)
+    def _told(self, told: Told, dropped: str) -> None:
+        """From the writer's thread, all of a pack at once."""
+        news = [(owner, chunks) for owner, chunks in told if isinstance(owner, _Copy)]
+        self._inbox.post(lambda: self._hear_writer(news, dropped))
 
-    def _hear_writer(self) -> None:
+    def _hear_writer(self, news: list[tuple[_Copy, tuple[KvChunk, ...]]], dropped: str) -> None:
         sealed: dict[_Written, list[KvChunk]] = {}
         kept: dict[_Written, list[KvChunk]] = {}
         unused: set[str] = set()
-        while self._news:
-            copy, chunks, dropped = self._news.popleft()
+        for copy, chunks in news:
             if self._copies.get(copy.key) is copy:
                 del self._copies[copy.key]
             for written, choice in copy.wanted_by:
@@ -366,7 +356,6 @@ class DurableKv:
 
     def finished(self, held: HeldRequest) -> None:
         """Called before the end is told: what is to be kept is known to the gateway before it writes the outcome."""
-        self.pace.computed(len(held.work.prompt) - held.cached_tokens, held.prefill_us)
         written = self._written.get(held)
         if written is None or not held.work.share_prefix or held.work.reuse.probability <= 0:
             return
@@ -394,13 +383,18 @@ class DurableKv:
             name=written.chains[0].at(written.tokens[0], position),
         )
         reuse = held.work.reuse
-        speeds = Speeds(self.pace.token_us, *self.pace.reading)
+        speeds = Speeds(self._token_us(position), self.measured.speeds.bytes_per_s, self.measured.speeds.latency_s)
         choice = decide(prefix, reuse.probability, reuse.device_microusd_per_hour, speeds, self._settings.prices)
         if choice.keep:
             written.keeps_until = position
             self._keep(written, stored, choice.reason)
         elif new:
             self._tell_kept(held, (), {}, choice.reason)
+
+    def _token_us(self, tokens: int) -> float:
+        """Measured microseconds of prefill per token of a prompt this long."""
+        speeds = self.measured.speeds
+        return (speeds.prefill_s + speeds.prefill_position_s * tokens / 2) * 1e6
 
     def _keep(self, written: _Written, chunks: list[KvChunk], reason: str) -> None:
         if not chunks:
@@ -420,7 +414,7 @@ class DurableKv:
                 identity=self._identity.digest.hex(),
                 chunks=chunks,
                 packs=packs,
-                token_us=round(self.pace.token_us, 3),
+                token_us=round(self._token_us(chunks[-1].end if chunks else 0), 3),
                 reason=reason,
             )
         )

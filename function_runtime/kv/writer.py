@@ -12,9 +12,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
 
 from function_runtime.errors import KvError
 from function_runtime.kv.bandwidth import Bandwidth
@@ -59,15 +59,19 @@ class WriterCounts:
     """CPU time of the writer's thread: hashing, checksums, handing bytes to the store."""
 
 
+Told: TypeAlias = Sequence[tuple[Hashable, tuple[KvChunk, ...]]]
+"""(owner, chunks of it that are stored now) each; no chunks where they were dropped."""
+
+
 class KvWriter:
-    """`tell(owner, chunks, dropped)` is called from the writer's thread (`put` may call it from its caller's): with
-    chunks that are stored now, or with why some were dropped. `durable`: whether a pack must survive a power cut.
-    The store is opened at the first write."""
+    """`tell(told, dropped)` is called from the writer's thread (`put` may call it from its caller's), once for all of a
+    pack, or with why something was dropped: nobody hears of a part of a pack and takes it for the whole. `durable`:
+    whether a pack must survive a power cut. The store is opened at the first write."""
 
     def __init__(
         self,
         open_store: Callable[[], ObjectStore],
-        tell: Callable[[Hashable, tuple[KvChunk, ...], str], None],
+        tell: Callable[[Told, str], None],
         *,
         durable: bool = False,
         linger_s: float = LINGER_S,
@@ -110,7 +114,7 @@ class KvWriter:
                     self._thread.start()
                 return
             self._drop(1, nbytes)
-        self._tell(pending.owner, (), refused)
+        self._tell([(pending.owner, ())], refused)
 
     def _refusal(self, nbytes: int) -> str:
         if self._closed:
@@ -177,8 +181,8 @@ class KvWriter:
             waiting, self._queue = list(self._queue), deque()
             self._queued_bytes -= sum(len(pending.data) for pending in waiting)
             self._drop(len(batch) + len(waiting), nbytes + sum(len(pending.data) for pending in waiting))
-        for owner in dict.fromkeys(pending.owner for pending in (*batch, *waiting)):
-            self._tell(owner, (), str(error))
+        owners = dict.fromkeys(pending.owner for pending in (*batch, *waiting))
+        self._tell([(owner, ()) for owner in owners], str(error))
 
     def _next_batch(self) -> list[Pending]:
         """Entries of one scope for one pack, once they are due. Empty when closed and nothing is left."""
@@ -216,7 +220,8 @@ class KvWriter:
         wanted = [pending for pending in batch if pending.is_wanted()]
         if not wanted:
             return 0
-        pack = build_pack([(pending.head.chain, encode_chunk(pending.head, pending.data)) for pending in wanted])
+        chunks_of = [(pending.head.chain, encode_chunk(pending.head, pending.data)) for pending in wanted]
+        pack = build_pack(chunks_of)
         nbytes = store.put(pack.key, *pack.parts, durable=self._durable)
         self.counts.packs += 1
         self.counts.chunks += len(wanted)
@@ -235,6 +240,5 @@ class KvWriter:
                 parent=pending.head.parent.hex(),
             )
             chunks.setdefault(pending.owner, []).append(chunk)
-        for owner, stored in chunks.items():
-            self._tell(owner, tuple(stored), "")
+        self._tell([(owner, tuple(stored)) for owner, stored in chunks.items()], "")
         return nbytes

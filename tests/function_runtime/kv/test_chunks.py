@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import os
 import random
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from function_runtime.engine_like import KvLayout
 from function_runtime.errors import KvError
+from function_runtime.kv.checksum import crc32c
 from function_runtime.kv.chunk import ChunkHead, EncodedChunk, encode_chunk, open_chunk
 from function_runtime.kv.fields import decode_fields, encode_fields
 from function_runtime.kv.identity import Chain, KvIdentity
@@ -197,3 +199,28 @@ def test_a_pack_whose_header_is_altered_is_no_longer_itself(tmp_path: Path) -> N
         store.put(pack.key, altered)
         with pytest.raises((KvError, StoreError)):
             read_entries(store, pack.key)
+
+
+def test_the_same_chunks_packed_twice_are_two_objects() -> None:
+    """Or one replica would delete what another one counts on."""
+    chunk = encoded(head_of())[0]
+    assert build_pack([(head_of().chain, chunk)]).key != build_pack([(head_of().chain, chunk)]).key
+
+
+def test_a_pack_of_version_1_is_still_read(tmp_path: Path) -> None:
+    """Byte by byte as version 1 wrote it: without salt."""
+    head = head_of()
+    chunk, raw = encoded(head)
+    header = struct.pack("<8sII", b"STKKVPK1", 1, 1)
+    header += struct.pack("<32s32sQQ", bytes.fromhex(chunk.digest), head.chain, 128, chunk.nbytes)
+    header += struct.pack("<I", crc32c(header))
+    header = header.ljust(128, b"\0")
+    name = hashlib.sha256(header).hexdigest()
+    key = f"kv/packs/{name[:2]}/{name}"
+    store = DirectoryStore(tmp_path)
+    store.put(key, header, raw)
+    (entry,) = read_entries(store, key)
+    assert open_chunk(memoryview(store.get(key, entry.offset, entry.nbytes)), entry.digest, head) == chunk.data
+    store.put(key, header.replace(struct.pack("<I", 1), struct.pack("<I", 3), 1), raw)
+    with pytest.raises(KvError):
+        read_entries(store, key)

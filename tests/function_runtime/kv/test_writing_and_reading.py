@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from function_runtime.engine_like import RestoredKv
 from function_runtime.kv import writer as writer_module
 from function_runtime.kv.identity import Chain
 from function_runtime.kv.reader import Restoration, read_kv
-from function_runtime.kv.writer import KvWriter, Pending
+from function_runtime.kv.writer import KvWriter, Pending, Told
 from function_runtime.protocol import KvChunk, TokenEvent, Work
 from model_loader.errors import StoreError
 from model_loader.objects import DirectoryStore, ObjectStore
@@ -39,13 +39,18 @@ def data_of(choice: int, start: int, end: int) -> bytes:
     return bytes([(choice * 100 + start + end) % 251]) * (LAYOUT.nbytes_per_token * (end - start))
 
 
+def into(told: list[Any]) -> Callable[[Told, str], None]:
+    """Takes what a writer tells apart, by owner."""
+    return lambda said, dropped: told.extend((owner, chunks, dropped) for owner, chunks in said)
+
+
 class Stored:
     """A store, and chunks written to it."""
 
     def __init__(self, root: Path) -> None:
         self.store = DirectoryStore(root)
         self.told: list[tuple[Hashable, tuple[KvChunk, ...], str]] = []
-        self.writer = KvWriter(lambda: self.store, lambda *said: self.told.append(said))
+        self.writer = KvWriter(lambda: self.store, into(self.told))
 
     def write(self, choice: int, start: int, end: int, owner: str = "r", scope: str = "a") -> None:
         head = head_of(start, end, tokens=sequence(choice), scope=scope)
@@ -204,7 +209,7 @@ def test_what_cannot_be_stored_is_dropped_and_said(tmp_path: Path) -> None:
         def put(self, key: str, *parts: Any, durable: bool = True) -> int:
             raise StoreError("no space left")
 
-    writer = KvWriter(lambda: Full(tmp_path), lambda *said: told.append(said))
+    writer = KvWriter(lambda: Full(tmp_path), into(told))
     head = head_of(0, 16)
     writer.put(Pending("r", 0, head, memoryview(bytearray(head.data_bytes)), is_wanted=lambda: True))
     assert writer.flush(5)
@@ -221,7 +226,7 @@ def test_the_queue_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         blocked.wait(10)
         return DirectoryStore(tmp_path)
 
-    writer = KvWriter(store, lambda *said: told.append(said))
+    writer = KvWriter(store, into(told))
     head = head_of(0, 16)
     for _ in range(8):
         writer.put(Pending("r", 0, head, memoryview(bytearray(head.data_bytes)), is_wanted=lambda: True))
@@ -235,7 +240,7 @@ def test_the_queue_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_nobody_wants_any_more_is_not_stored(tmp_path: Path) -> None:
     told: list[Any] = []
-    writer = KvWriter(lambda: DirectoryStore(tmp_path), lambda *said: told.append(said))
+    writer = KvWriter(lambda: DirectoryStore(tmp_path), into(told))
     head = head_of(0, 16)
     writer.put(Pending("r", 0, head, memoryview(bytearray(head.data_bytes)), is_wanted=lambda: False))
     assert writer.flush(5)
