@@ -327,11 +327,11 @@ def test_without_a_usable_answer_a_prompt_is_computed(
             path.write_bytes(raw)
             link.send(KvKnown(again.request_id, again.epoch, tuple(chunks)))
             bad = link.next(KvBad)
-            assert bad.chunk == chunks[0] and "digest" in bad.reason
+            assert bad.chunk == chunks[0] and ("digest" in bad.reason or "checksum" in bad.reason)
         elif answer == "none":
             link.send(KvKnown(again.request_id, again.epoch))
-        accepted = link.next(Accepted)
-        assert accepted.loaded_tokens == 0
         assert link.outcome(again).cached_tokens == 0
+        (accepted,) = (m for m in link.said if isinstance(m, Accepted) and m.request_id == again.request_id)
+        assert accepted.loaded_tokens == 0
         assert [event for _, event in link.tokens(again)] == known
     end(native_agent, status)
