@@ -89,10 +89,16 @@ class Commits:
         request.committing = asyncio.get_running_loop().create_future()
         request.committing_events = events
         ends, request.pending_ends = request.pending_ends, None
-        self._write(request, request.epoch, events, ends, 0)
+        self._write(request, request.epoch, events, ends, 0, time.monotonic())
 
     def _write(
-        self, request: LiveRequest, epoch: int, events: list[TokenEvent], ends: tuple[int, ...] | None, tries: int
+        self,
+        request: LiveRequest,
+        epoch: int,
+        events: list[TokenEvent],
+        ends: tuple[int, ...] | None,
+        tries: int,
+        since_s: float,
     ) -> None:
         future = asyncio.ensure_future(
             self._journal.append(
@@ -118,7 +124,12 @@ class Commits:
                 logger.warning(
                     "event=append_refused request=%s retry_s=%s error=%s", request.request_id, pause_s, error
                 )
-                asyncio.get_running_loop().call_later(pause_s, self._write, request, epoch, events, ends, tries + 1)
+                away_s = time.monotonic() - since_s
+                if away_s >= self._journal.patience_s:
+                    request.keep_for_later(away_s)
+                asyncio.get_running_loop().call_later(
+                    pause_s, self._write, request, epoch, events, ends, tries + 1, since_s
+                )
                 return
             if request.committing is not None:
                 request.committing.set_result(None)

@@ -106,7 +106,7 @@ class Endings:
     async def _finish(
         self, request: LiveRequest, state: RequestState, error: OutcomeError | None, seat: Seat | None, epoch: int
     ) -> None:
-        tries = 0
+        tries, since_s = 0, time.monotonic()
         while True:
             try:
                 written = await self._journal.finish(request.request_id, epoch, request.outcome(state, error))
@@ -117,6 +117,9 @@ class Endings:
                     "event=finish_refused request=%s retry_s=%s error=%s", request.request_id, pause_s, refused
                 )
                 tries += 1
+                away_s = time.monotonic() - since_s
+                if away_s >= self._journal.patience_s:
+                    request.keep_for_later(away_s)
                 await asyncio.sleep(pause_s)
         if request.committing is not None:
             await asyncio.wait([request.committing])

@@ -102,6 +102,11 @@ class Journal(History):
         self._doubtful: dict[str, int] = {}
         """Requests, and their epochs, whose acceptance was refused to the client and may have been written."""
 
+    @property
+    def patience_s(self) -> float:
+        """How long readers wait for a database that is away."""
+        return self._database.settings.patience_s
+
     # --- whose they are -----------------------------------------------------------------------------------------
 
     async def adopt(self, alive: Collection[str] = ()) -> list[RequestRecord]:

@@ -217,6 +217,18 @@ class LiveRequest:
             self.stages.prefill_us += (time.monotonic_ns() - self.submit_ns) // 1000
         self.submit_ns = self.last_token_ns = self.attempt_first = 0
 
+    def keep_for_later(self, away_s: float) -> None:
+        """The journal has been away for so long: readers are told how to come back, and may leave without harm."""
+        name = "chat/completions" if self.request_id.startswith("chatcmpl-") else "completions"
+        self.detached = True
+        self.log.pause(
+            OutcomeError(
+                503, "storage_unavailable",
+                f"the database has been away for {away_s:.0f} s. The request is kept and goes on when it is back: read "
+                f"on with GET /v1/{name}/{self.request_id}/stream and Last-Event-ID: {self.log.last_seq}", True,
+            )
+        )  # fmt: skip
+
     def stop_timer(self) -> None:
         if self.timer is not None:
             self.timer.cancel()

@@ -27,13 +27,15 @@ class End:
 class RequestLog:
     """Tokens from seq 1 on, and the end."""
 
-    __slots__ = ("_waiters", "end", "events", "note")
+    __slots__ = ("_waiters", "end", "events", "note", "paused")
 
     def __init__(self, events: Sequence[TokenEvent] = (), end: End | None = None) -> None:
         self.events: list[TokenEvent] = list(events)
         self.end = end
         self.note = "waiting"
         """What a waiting reader is told with the next heartbeat."""
+        self.paused: OutcomeError | None = None
+        """Why nobody may wait here now: readers are told to come back. What comes next takes it away."""
         self._waiters: list[asyncio.Future[None]] = []
 
     @property
@@ -44,11 +46,18 @@ class RequestLog:
         if self.end is not None:
             raise RuntimeError("a log that has ended takes no more tokens")
         self.events.extend(events)
+        self.paused = None
         self._wake()
+
+    def pause(self, error: OutcomeError) -> None:
+        if self.end is None and self.paused is None:
+            self.paused = error
+            self._wake()
 
     def finish(self, end: End) -> None:
         if self.end is None:
             self.end = end
+            self.paused = None
             self._wake()
 
     def _wake(self) -> None:
@@ -58,28 +67,33 @@ class RequestLog:
                 waiter.set_result(None)
 
     async def changed(self, after_seq: int, timeout_s: float | None = None) -> bool:
-        """True as soon as there is a token behind `after_seq`, or the end; False after `timeout_s`."""
-        while len(self.events) <= after_seq and self.end is None:
-            loop = asyncio.get_running_loop()
-            waiter: asyncio.Future[None] = loop.create_future()
-            self._waiters.append(waiter)
-            timer = None if timeout_s is None else loop.call_later(timeout_s, waiter.cancel)
-            try:
-                await waiter
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if waiter.cancelled() and not (task is not None and task.cancelling()):
-                    return False
-                raise
-            finally:
-                if timer is not None:
-                    timer.cancel()
-                if waiter in self._waiters:
-                    self._waiters.remove(waiter)
+        """True as soon as there is a token behind `after_seq`, the end, or a pause; False after `timeout_s`."""
+        while len(self.events) <= after_seq and self.end is None and self.paused is None:
+            if not await self._woken(timeout_s):
+                return False
+        return True
+
+    async def _woken(self, timeout_s: float | None) -> bool:
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+        self._waiters.append(waiter)
+        timer = None if timeout_s is None else loop.call_later(timeout_s, waiter.cancel)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if waiter.cancelled() and not (task is not None and task.cancelling()):
+                return False
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
         return True
 
     async def ended(self) -> End:
         """The end, once it is there."""
         while self.end is None:
-            await self.changed(len(self.events))
+            await self._woken(None)
         return self.end

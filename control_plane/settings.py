@@ -66,6 +66,9 @@ class DatabaseSettings:
     idle_transaction_s: float = 5.0
     """When PostgreSQL ends a session that stands still inside a transaction, so that a stopped gateway holds no locks
     against its heir. Must be shorter than a gateway's lease."""
+    patience_s: float = 60.0
+    """How long running streams pause, with heartbeats, for a database that is away. Then their readers get an error
+    that says how to come back; the requests are kept, and go on when the database does."""
     unclear_s: float = 5.0
     """How long the writer tries to learn what became of a commit that PostgreSQL did not answer."""
 

@@ -13,7 +13,7 @@ from control_plane.errors import (
     Unavailable,
 )
 from control_plane.records import OutcomeError, RequestState
-from control_plane.request_log import End
+from control_plane.request_log import End, RequestLog
 
 
 class TimedOut(StokerError):
@@ -47,6 +47,13 @@ def failure_of(end: End) -> StokerError | None:
             return RequestCancelled("the request was cancelled")
         return Internal(f"the request ended as {end.state} without a reason")
     return failure(end.error)
+
+
+def pause_of(log: RequestLog, cursor: int) -> StokerError | None:
+    """Why a reader at this place may not wait any longer; its request is not over."""
+    if log.paused is None or log.end is not None or log.last_seq > cursor:
+        return None
+    return failure(log.paused)
 
 
 def failure(error: OutcomeError) -> StokerError:

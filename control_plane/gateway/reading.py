@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 from aiohttp import web
 
 from control_plane.errors import Elsewhere, StokerError
-from control_plane.gateway.failures import failure_of
+from control_plane.gateway.failures import failure_of, pause_of
 from control_plane.gateway.parsing import RenderOptions
 from control_plane.gateway.rendering import DONE, EventStream, Head, Usage, comment, error_event, whole_answer
 from control_plane.request_log import End, RequestLog
@@ -125,6 +125,10 @@ async def send_stream(writer: EventWriter, answer: Answer, after_seq: int) -> we
     try:
         while True:
             moved = await log.changed(cursor, wait_s)
+            if (pause := pause_of(log, cursor)) is not None:
+                if not writer.open:
+                    raise pause
+                return await writer.fail(pause)
             if not writer.open:
                 if log.end is not None and log.last_seq <= cursor and (error := failure_of(log.end)) is not None:
                     raise Elsewhere.of(answer.head.request_id, cursor=cursor) if log.end.taken_over else error
@@ -153,7 +157,12 @@ async def send_stream(writer: EventWriter, answer: Answer, after_seq: int) -> we
 
 
 async def send_whole(answer: Answer) -> web.Response:
-    end = await answer.log.ended()
+    log = answer.log
+    while log.end is None:
+        await log.changed(log.last_seq)
+        if (pause := pause_of(log, log.last_seq)) is not None:
+            raise pause
+    end = log.end
     if end.taken_over:
         raise Elsewhere.of(answer.head.request_id)
     error = failure_of(end)

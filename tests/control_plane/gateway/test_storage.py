@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import sqlite3
 from typing import Any
 
@@ -118,6 +119,38 @@ async def test_tokens_of_accepted_requests_wait_for_the_disk_and_none_is_lost(
         events += await stream.all()
     assert text_of(events) == "".join(token_text(7, 0, position) for position in range(60))
     assert [place for place, _ in events] == [*range(1, 61), 60]
+    await until(lambda: not plane.context.dispatcher.requests)
+
+
+async def test_a_reader_that_waited_long_enough_is_told_how_to_come_back_and_gets_the_rest(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane.slot.behaviour.token_s = 0.005
+    await plane.deploy()
+    database = plane.context.db
+    monkeypatch.setattr(database, "settings", dataclasses.replace(database.settings, patience_s=0.3))
+    disk = FullDisk(database, monkeypatch)
+    async with plane.post(body(stream=True, max_tokens=60)) as response:
+        stream = Stream(response)
+        events = []
+        async for event in stream.events():
+            events.append(event)
+            if event[0] == 10:
+                disk.full = True
+                break
+        events += await stream.all()
+    error = events[-2][1]["error"]
+    live = next(iter(plane.context.dispatcher.requests.values()))
+    assert error["code"] == "storage_unavailable"
+    assert f"/v1/completions/{live.request_id}/stream and Last-Event-ID: {live.log.last_seq}" in error["message"]
+    cursor = max(place for place, _ in events)
+    assert cursor == live.log.last_seq < 60
+    disk.full = False
+    headers = {"Last-Event-ID": str(cursor)}
+    await until(lambda: live.log.paused is None)
+    async with plane.get(f"/v1/completions/{live.request_id}/stream", **headers) as response:
+        rest = await Stream(response).all()
+    assert text_of(events) + text_of(rest) == "".join(token_text(7, 0, position) for position in range(60))
     await until(lambda: not plane.context.dispatcher.requests)
 
 
