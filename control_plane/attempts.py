@@ -13,6 +13,7 @@ from typing import Final
 from control_plane.attempt_notes import AttemptNotes
 from control_plane.commit import Commits
 from control_plane.endings import Endings
+from control_plane.faults import error_of
 from control_plane.journal import Journal
 from control_plane.lanes import Seat
 from control_plane.live_request import LiveRequest, Lost, Phase
@@ -32,10 +33,6 @@ from function_runtime.protocol import (
 
 FRUITLESS_MAX: Final = 8
 """Attempts in a row without one new token after which a request is taken for the cause of its losses."""
-CLIENT_FAULTS: Final = frozenset(
-    {"context_length_exceeded", "invalid_request", "prompt_too_long", "invalid_request_error"}
-)
-"""Codes of a replica's refusals that are about the request itself."""
 
 
 class Attempts:
@@ -102,8 +99,7 @@ class Attempts:
                 self._commits.conclude(request, message)
         elif isinstance(message, Failed):
             request.device = message.device
-            status = 400 if message.code in CLIENT_FAULTS else 500
-            error = OutcomeError(status, message.code, message.message, message.retry)
+            error = error_of(message, request.origin.sampling)
             self._commits.conclude(request, Lost(f"{message.code}: {message.message}", message.retry, error))
         elif isinstance(message, Unknown):
             self.give_up(request, "the replica does not know the request")

@@ -88,6 +88,8 @@ class OutcomeError(msgspec.Struct, frozen=True, omit_defaults=True):
     code: str
     message: str
     retry: bool = False
+    param: str | None = None
+    """The request's field it is about, where there is one."""
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -60,7 +60,7 @@ def failure(error: OutcomeError) -> StokerError:
     message, code = error.message, error.code
     match error.http_status:
         case 400:
-            return InvalidRequest(message, code=code)
+            return InvalidRequest(message, code=code, param=error.param)
         case 404:
             return NotFound(message, code=code)
         case 409:

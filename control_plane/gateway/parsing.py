@@ -15,7 +15,9 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from control_plane.errors import InvalidRequest
+from control_plane.gateway.grammars import grammar_of
 from control_plane.gateway.wire import ChatBody, ChatMessage, CommonBody, CompletionBody
+from function_runtime.protocol import Grammar
 
 MAX_CHOICES: Final = 16
 MAX_PROMPTS: Final = 128
@@ -34,15 +36,7 @@ _PATH = re.compile(r" - at `\$\.?([^`]*)`$")
 _chat_decoder = msgspec.json.Decoder(ChatBody)
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
 
-_REFUSED_COMMON: Final = (
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "structured_outputs",
-    "allowed_token_ids",
-    "bad_words",
-)
+_REFUSED_COMMON: Final = ("guided_whitespace_pattern", "allowed_token_ids", "bad_words")
 _REFUSED_CHAT: Final = (*_REFUSED_COMMON, "audio", "web_search_options", "chat_template")
 _REFUSED_COMPLETION: Final = (*_REFUSED_COMMON, "prompt_embeds")
 
@@ -89,6 +83,7 @@ class SamplingRequest:
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool
     logprobs: int | None
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +203,6 @@ def _refuse_given(wire: CommonBody, names: tuple[str, ...]) -> None:
     for name in names:
         if getattr(wire, name) is not None:
             raise _unsupported(name)
-    form = wire.response_format
-    if form is not None and not (isinstance(form, dict) and form.get("type") == "text"):
-        raise _unsupported("response_format")
     if wire.use_beam_search:
         raise _unsupported("use_beam_search")
     if wire.prompt_logprobs is not None:
@@ -290,6 +282,7 @@ def _sampling(wire: CommonBody, limit: int | None, limit_name: str, logprobs: in
         stop_token_ids=_stop_token_ids(wire.stop_token_ids),
         ignore_eos=bool(wire.ignore_eos),
         logprobs=logprobs,
+        grammar=grammar_of(wire),
     )
 
 

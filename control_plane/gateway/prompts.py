@@ -135,6 +135,7 @@ class PromptMaker:
             stop_token_ids=wanted.stop_token_ids,
             ignore_eos=wanted.ignore_eos,
             logprobs=wanted.logprobs,
+            grammar=wanted.grammar,
         )
 
 

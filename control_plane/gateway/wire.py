@@ -45,6 +45,7 @@ class CommonBody(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     user: str | None = None
+    response_format: Any = None
     prompt_cache_key: str | None = None
     # vLLM's extras
     top_k: int | None = None
@@ -53,13 +54,13 @@ class CommonBody(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
-    # refused by name when given
-    response_format: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
     structured_outputs: Any = None
+    # refused by name when given
+    guided_whitespace_pattern: Any = None
     use_beam_search: bool | None = None
     best_of: int | None = None
     prompt_logprobs: int | None = None

@@ -1,8 +1,8 @@
 """The engine: takes requests, and computes one step of all of them at a time.
 
 `submit` and `cancel` between steps; `step` schedules, runs the model once over every row of the step, samples, and says
-what came of it. Everything happens in the caller's thread, in the caller's time. Limits: one checkpoint, one device;
-whoever drives the engine moves its output.
+what came of it. Everything happens in the caller's thread, in the caller's time, but for the compiling of grammars.
+Limits: one checkpoint, one device; whoever drives the engine moves its output.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,7 +23,9 @@ from function_runtime.engine.attention.interface import Attention
 from function_runtime.engine.attention.torch_attention import TorchAttention
 from function_runtime.engine.blocks import BlockPool
 from function_runtime.engine.emission import Emitter
-from function_runtime.engine.errors import EngineError, InvalidWork, NumericError, UnusableModel
+from function_runtime.engine.errors import EngineError, GrammarStuck, InvalidWork, NumericError, UnusableModel
+from function_runtime.engine.grammar import Grammars
+from function_runtime.engine.guides import Compiled, Guides
 from function_runtime.engine.kv_cache import BLOCK_SIZE, KvCache
 from function_runtime.engine.matrix import hire
 from function_runtime.engine.memory import keep_freed_memory
@@ -53,7 +55,11 @@ from model_loader.manifest import ModelConfig
 from model_loader.prepared import PreparedFile
 from model_loader.tokenizer import Tokenizer
 
+GUIDE_WAIT_S: Final = 0.02
+"""How long a step without anything to compute waits for a grammar that is being compiled."""
 _DTYPE_NAMES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+Failures: TypeAlias = tuple[tuple[str, int, EngineError], ...]
+"""Request, epoch, reason."""
 
 
 class Engine:
@@ -82,6 +88,7 @@ class Engine:
         self._emitter = Emitter(tokenizer, eos_token_ids)
         self._runner = StepRunner(model, _attention(self._cache, config.num_heads, device), self._emitter, device)
         self._bounds = Bounds(config.vocab_size, self.max_context, blocks)
+        self._guides = Guides(Grammars(tokenizer, config.vocab_size))
         self._requests: dict[str, Request] = {}
         self._ended: list[RequestEnd] = []
         """Ends that the next step's output will report."""
@@ -139,9 +146,15 @@ class Engine:
         if request.ended:
             self._ended.append(RequestEnd(work.request_id, work.epoch, request.seq, cancelled=False))
         else:
-            self._requests[work.request_id] = request
-            self._scheduler.add(request)
+            self._begin(request)
         return _admitted(request, stored)
+
+    def _begin(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+        if request.work.sampling.grammar is None:
+            self._enter(request)
+        else:
+            self._guides.begin(request)
 
     def cached_prefix(self, work: Work) -> int:
         """Tokens of a prompt whose blocks the prefix cache has now."""
@@ -163,8 +176,8 @@ class Engine:
             return _admitted(request, Usable(0, 0))
         for choice in request.choices:
             sealing.begin(request, choice, self._options.kv_chunk_tokens, 0)
-        self._requests[work.request_id] = request
-        self._receiver.expect(request, arrival)
+        request.incoming = arrival
+        self._begin(request)
         return replace(_admitted(request, Usable(0, 0)), pending=True)
 
     def cancel(self, request_id: str) -> bool:
@@ -183,8 +196,9 @@ class Engine:
     def stats(self) -> EngineStats:
         scheduler = self._scheduler
         return EngineStats(
-            len(scheduler.running), len(scheduler.waiting), self._pool.used, self._pool.total, scheduler.preemptions
-        )
+            len(scheduler.running), len(scheduler.waiting) + self._guides.waiting, self._pool.used, self._pool.total,
+            scheduler.preemptions,
+        )  # fmt: skip
 
     def export_kv(self, request_id: str, choice: int, start: int, end: int) -> Tensor:
         """A copy of computed positions `[start, end)`: `[layers, 2, tokens, kv_heads, head_dim]`, on the CPU."""
@@ -211,12 +225,13 @@ class Engine:
     # --- a step ---------------------------------------------------------------------------------------------------
 
     def step(self) -> StepOutput:
-        begin_ns = time.monotonic_ns()
         ended, self._ended = self._ended, []
         self._release_retired()
         self._parting = {}
-        if not self._requests:
-            return StepOutput(finished=tuple(ended))
+        refused = self._take_guides()
+        if len(self._requests) == self._guides.waiting:
+            return StepOutput(finished=tuple(ended), failed=refused)
+        begin_ns = time.monotonic_ns()
         with torch.inference_mode():
             self._receiver.receive(alone=len(self._requests) == 1)
             schedule = self._scheduler.schedule()
@@ -227,10 +242,10 @@ class Engine:
                 drawn = self._run(schedule, gate)
             except ArrivalFailed:
                 self._receiver.give_up_pass()
-                return StepOutput(finished=tuple(ended))
+                return StepOutput(finished=tuple(ended), failed=refused)
         if not (schedule.decodes or schedule.chunks or schedule.admitted):
             self._receiver.wait()
-        output = self._settle(schedule, drawn, ended)
+        output = self._settle(schedule, drawn, ended, refused)
         prefill: dict[str, int] = {}
         for chunk in schedule.chunks:
             name = chunk.request.request_id
@@ -261,7 +276,37 @@ class Engine:
         elif not schedule.chunks and len(schedule.decodes) == 1:
             self.measured.decoded(schedule.decodes[0][1][0].computed, seconds)
 
-    def _settle(self, schedule: Schedule, drawn: list[Drawn], ended: list[RequestEnd]) -> StepOutput:
+    def _take_guides(self) -> Failures:
+        """Requests whose grammar is compiled begin now; those whose is not, fail."""
+        refused: list[tuple[str, int, EngineError]] = []
+        for compiled in self._guides.ready(GUIDE_WAIT_S if len(self._requests) == self._guides.waiting else 0.0):
+            try:
+                self._take_guide(compiled)
+            except EngineError as error:
+                request = compiled.request
+                request.forget_stored()
+                del self._requests[request.request_id]
+                refused.append((request.request_id, request.work.epoch, error))
+        return tuple(refused)
+
+    def _take_guide(self, compiled: Compiled) -> None:
+        request = compiled.request
+        if compiled.error is not None:
+            raise compiled.error
+        for choice, guide in zip(request.choices, compiled.guides, strict=True):
+            choice.guide = guide
+            if guide is not None and not self._emitter.permit(request, choice):
+                raise GrammarStuck(f"the log of {request.request_id} goes on after the end of its grammar")
+        self._enter(request)
+
+    def _enter(self, request: Request) -> None:
+        """A request that knows what its answer must be like; its stored KV may still be on its way."""
+        if request.incoming is not None:
+            self._receiver.expect(request, request.incoming)
+        else:
+            self._scheduler.add(request)
+
+    def _settle(self, schedule: Schedule, drawn: list[Drawn], ended: list[RequestEnd], refused: Failures) -> StepOutput:
         """Takes over what was computed and drawn, and says so."""
         failed = {id(d.request): d.request for d in drawn if d.sampled is None}
         for _, choices in schedule.decodes:
@@ -271,12 +316,21 @@ class Engine:
             chunk.choice.computed = chunk.end
             if chunk.of_prompt:
                 chunk.request.chunk_done(chunk.end)
+        errors = [*refused, *(self._fail(request) for request in failed.values())]
         events: dict[str, list[TokenEvent]] = {}
         drawn.sort(key=lambda d: (d.request.arrival, d.choice.index))
         for d in drawn:
-            if d.sampled is not None and id(d.request) not in failed:
-                events.setdefault(d.request.request_id, []).append(self._emitter.emit(d.request, d.choice, d.sampled))
-        errors = tuple(self._fail(request) for request in failed.values())
+            if d.sampled is None or id(d.request) in failed:
+                continue
+            try:
+                event = self._emitter.emit(d.request, d.choice, d.sampled)
+            except GrammarStuck as error:
+                failed[id(d.request)] = d.request
+                events.pop(d.request.request_id, None)
+                self._forget(d.request)
+                errors.append((d.request.request_id, d.request.work.epoch, error))
+                continue
+            events.setdefault(d.request.request_id, []).append(event)
         sealed: list[SealedRange] = []
         for chunk in schedule.chunks:
             if id(chunk.request) not in failed:
@@ -299,7 +353,7 @@ class Engine:
         live = tuple(
             s for s in sealed if s.request_id in self._requests or (s.request_id in self._parting and not s.partial)
         )
-        return StepOutput(tokens, tuple(ended), errors, live, admitted=self._receiver.word())
+        return StepOutput(tokens, tuple(ended), tuple(errors), live, admitted=self._receiver.word())
 
     def _tell(self, request: Request, events: list[TokenEvent]) -> RequestTokens:
         first_seq = request.seq + 1
@@ -368,7 +422,9 @@ class Engine:
         if self._receiver.holds(request):
             # Not everything that was written has its digest yet.
             self._scheduler.clear(self._cache, request)
-        if not self._receiver.forget(request):
+        if self._guides.forget(request):
+            request.forget_stored()
+        elif not self._receiver.forget(request):
             self._scheduler.remove(request)
         del self._requests[request.request_id]
 

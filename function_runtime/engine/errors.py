@@ -2,6 +2,8 @@
 
     EngineError
     ├── InvalidWork        the request cannot be served by this engine, whatever is tried again
+    ├── InvalidGrammar     the grammar of the answer does not compile
+    ├── GrammarStuck       no token can follow, and the grammar may not end here
     ├── ContextExceeded    the prompt does not fit the context or the KV memory
     ├── NumericError       the model's logits are not numbers
     ├── OutOfMemory        weights, KV or workspace do not fit
@@ -26,6 +28,14 @@ class EngineError(Exception):
 
 class InvalidWork(EngineError):
     code = "invalid_request"
+
+
+class InvalidGrammar(EngineError):
+    code = "invalid_grammar"
+
+
+class GrammarStuck(EngineError):
+    code = "grammar_stuck"
 
 
 class ContextExceeded(EngineError):

@@ -17,6 +17,9 @@ from function_runtime.protocol import FinishReason, Work
 from model_loader.tokenizer import Detokenizer
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from function_runtime.engine.grammar import Guide
     from function_runtime.engine.restoring import Pieces
     from function_runtime.kv.arrival import Arrival
 
@@ -31,7 +34,10 @@ class Phase(enum.Enum):
 
 
 class Choice:
-    __slots__ = ("blocks", "chain", "computed", "detokenizer", "finish", "index", "published", "sealed", "tokens")
+    __slots__ = (
+        "allowed", "blocks", "chain", "computed", "detokenizer", "finish", "guide", "index", "published", "sealed",
+        "tokens",
+    )  # fmt: skip
 
     def __init__(self, index: int, detokenizer: Detokenizer, chain: Chain) -> None:
         self.index = index
@@ -47,6 +53,10 @@ class Choice:
         """Complete blocks that were offered to the prefix cache."""
         self.sealed = 0
         """KV up to here needs no further writing behind."""
+        self.guide: Guide | None = None
+        """Its place in the request's grammar, where there is one."""
+        self.allowed: Tensor | None = None
+        """What the next token may be, by the guide and what else bears on it."""
 
 
 class Request:

@@ -1,8 +1,9 @@
 """From logits to tokens: a pure function of the logits, the request's sampling and (seed, position, choice).
 
-Order: logit bias, forbidden tokens, penalties, temperature, min-p, top-k, top-p; then the inverse of the cumulative
-distribution, in vocabulary order, at the place `uniform` gives. Ties are kept in order of token id. Log-probabilities
-are those of the model, before any of this. Limits: a row whose logits are not numbers gets None, never a token.
+Order: logit bias, penalties, forbidden tokens and those the grammar does not allow, temperature, min-p, top-k, top-p;
+then the inverse of the cumulative distribution, in vocabulary order, at the place `uniform` gives. Ties are kept in
+order of token id. Log-probabilities are those of the model, before any of this. Limits: a row whose logits are not
+numbers gets None, never a token; of the allowed tokens there must be one.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class Row:
     prompt: Sequence[int]
     generated: Sequence[int]
     forbidden: Sequence[int] = ()
+    allowed: Tensor | None = None
+    """One bool per token of the vocabulary; None: the grammar does not mind, or there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ def _filters(s: Sampling, vocabulary: int) -> bool:
 
 def _adjusts(row: Row) -> bool:
     s = row.sampling
-    return bool(s.logit_bias or row.forbidden) or _penalises(s)
+    return bool(s.logit_bias or row.forbidden) or row.allowed is not None or _penalises(s)
 
 
 def _penalises(s: Sampling) -> bool:
@@ -103,6 +106,8 @@ def _adjust(logits: Tensor, row: Row) -> Tensor:
         logits[ids] -= s.frequency_penalty * times + s.presence_penalty
     if row.forbidden:
         logits[torch.tensor(list(row.forbidden), dtype=torch.int64, device=device)] = -torch.inf
+    if row.allowed is not None:
+        logits.masked_fill_(~row.allowed.to(device), -torch.inf)
     return logits
 
 

@@ -28,6 +28,8 @@ class Grammar(Value, frozen=True):
     kind: GrammarKind
     text: str = ""
     """The schema as JSON, the expression, or the grammar; empty for `json_object`."""
+    field: str = ""
+    """The request's field it came from, so that a refusal can name it."""
 
 
 class Sampling(Value, frozen=True):

@@ -1,8 +1,8 @@
 """Kills at random points of streams, and what must hold afterwards. Used by the suite and, larger, by the benchmark.
 
-A round: one request (greedy, seeded with log-probabilities, or n = 2) alone on the service, one victim (replica, agent
-or gateway) killed with SIGKILL after a random number of tokens, the stream read to its end by a client that resumes by
-cursor. Everything drawn at random comes from one seed, which a failure names.
+A round: one request of one of the kinds alone on the service, one victim (replica, agent or gateway) killed by SIGKILL
+after a random part of the answer, the answer read to its end by a client that resumes by cursor, or, where it is not
+streamed, asks again under its idempotency key. Everything drawn at random comes from one seed, which a failure names.
 """
 
 from __future__ import annotations
@@ -10,31 +10,16 @@ from __future__ import annotations
 import itertools
 import random
 import sqlite3
-import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from control_plane.client import Client, Endpoint
+from tests.chaos.kinds import KINDS, body_of, fault_of, late_text
+from tests.chaos.readers import PATH, Answer, Reader, Usual, WholeReader
 from tests.support.service import Service
 
-KINDS = ("greedy", "seeded", "two choices")
 VICTIMS = ("replica", "agent", "gateway")
-PROMPTS = (
-    "The capital of France is",
-    "Once upon a time there was a stoker who kept the fire of a steam engine alive, day and night, and",
-    "List the first ten prime numbers, and explain why each of them is prime. 2 is prime because",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a client has in its hands at the end of a stream."""
-
-    texts: tuple[str, ...]
-    tokens: int
-    logprobs: tuple[float, ...]
 
 
 @dataclass(slots=True)
@@ -42,7 +27,8 @@ class Round:
     number: int
     kind: str
     victim: str
-    after_events: int
+    after_share: float
+    """Of the undisturbed answer's events, or of its time where it is not streamed."""
     killed: bool = False
     resumes: int = 0
     gap_s: float = 0.0
@@ -64,100 +50,60 @@ class Report:
         ]
 
 
-def body_of(kind: str, model: str, prompt: str, max_tokens: int) -> dict[str, Any]:
-    body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
-    body["stream_options"] = {"include_usage": True}
-    if kind == "greedy":
-        return body | {"temperature": 0}
-    if kind == "seeded":
-        return body | {"temperature": 0.9, "top_p": 0.95, "seed": 1234, "logprobs": 1}
-    return body | {"temperature": 0.8, "seed": 99, "n": 2}
-
-
-class Reader(threading.Thread):
-    """Reads one stream to its end and remembers when each event came."""
-
-    def __init__(self, client: Client, body: dict[str, Any]) -> None:
-        super().__init__(daemon=True)
-        self.stream = client.stream("/v1/completions", body)
-        self.n = int(body.get("n", 1))
-        self.arrivals_s: list[float] = []
-        self.seqs: list[int] = []
-        self.answer: Answer | None = None
-        self.error: BaseException | None = None
-        self.moved = threading.Condition()
-
-    def run(self) -> None:
-        texts, logprobs, tokens = [""] * self.n, [], 0
-        try:
-            for event in self.stream:
-                if event.carries_tokens:
-                    self.seqs.append(event.seq)
-                for choice in event.body.get("choices", ()):
-                    logprobs += (choice.get("logprobs") or {}).get("token_logprobs", [])
-                for choice in range(self.n):
-                    texts[choice] += event.text(choice)
-                if event.body.get("usage"):
-                    tokens = event.body["usage"]["completion_tokens"]
-                with self.moved:
-                    self.arrivals_s.append(time.monotonic())
-                    self.moved.notify_all()
-            self.answer = Answer(tuple(texts), tokens, tuple(logprobs))
-        except BaseException as error:
-            self.error = error
-        with self.moved:
-            self.moved.notify_all()
-
-    def wait_events(self, count: int, within_s: float) -> None:
-        with self.moved:
-            self.moved.wait_for(lambda: len(self.arrivals_s) >= count or not self.is_alive(), timeout=within_s)
-
-
 def kill_rounds(
     service: Service, model: str, *, rounds: int, seed: int, max_tokens: int, within_s: float = 90.0
 ) -> Report:
     """`rounds` kills at random points; every answer is compared with that of the undisturbed run."""
     rng, report = random.Random(seed), Report(seed)
     client = Client(lambda: Endpoint(service.url, service.key), give_up_s=within_s)
-    undisturbed: dict[tuple[str, str], Answer] = {}
+    usual: dict[str, Usual] = {}
+    kinds = rng.sample(list(KINDS), len(KINDS))
 
-    def read(kind: str, prompt: str) -> Reader:
-        reader = Reader(client, body_of(kind, model, prompt, max_tokens))
+    def read(kind: str, stop: str = "") -> Reader:
+        body = body_of(kind, model, max_tokens, stop)
+        reader = WholeReader(client, body, within_s) if body.get("stream") is False else Reader(client, body)
         reader.start()
         return reader
 
+    def undisturbed(kind: str, stop: str = "") -> Usual:
+        begin_s = time.monotonic()
+        reader = read(kind, stop)
+        reader.join(within_s)
+        if reader.answer is None:
+            raise RuntimeError(f"the undisturbed run of {kind} failed: {reader.error}")
+        return Usual(reader.answer, len(reader.arrivals_s), time.monotonic() - begin_s)
+
+    stop = late_text(undisturbed("stop").answer.texts[0])
     for number in range(rounds):
-        kind, prompt = rng.choice(KINDS), rng.choice(PROMPTS)
-        victim = VICTIMS[number % len(VICTIMS)]
-        if (kind, prompt) not in undisturbed:
-            reader = read(kind, prompt)
-            reader.join(within_s)
-            if reader.answer is None:
-                raise RuntimeError(f"the undisturbed run failed: {reader.error}")
-            undisturbed[kind, prompt] = reader.answer
-        events = max_tokens * (2 if kind == "two choices" else 1)
-        done = Round(number, kind, victim, after_events=rng.randrange(0, int(events * 0.9)))
+        kind, victim = kinds[number % len(kinds)], VICTIMS[number % len(VICTIMS)]
+        stops = stop if kind == "stop" else ""
+        if kind not in usual:
+            usual[kind] = undisturbed(kind, stops)
+            if fault := fault_of(kind, usual[kind].answer):
+                raise RuntimeError(f"the undisturbed run of {kind}: {fault}")
+        done = Round(number, kind, victim, after_share=rng.uniform(0, 0.9))
         report.rounds.append(done)
-        reader = read(kind, prompt)
-        reader.wait_events(done.after_events, within_s)
+        reader = read(kind, stops)
+        reader.wait_share(done.after_share, usual[kind], within_s)
         done.killed = service.kill(victim)
         killed_s = time.monotonic()
         if victim == "gateway":
             service.start()
         reader.join(within_s)
-        done.request_id, done.resumes = reader.stream.request_id or "", reader.stream.resumes
+        done.request_id, done.resumes = reader.request_id, reader.resumes
         after = [killed_s] + [at for at in reader.arrivals_s if at > killed_s]
         done.gap_s = max((b - a for a, b in itertools.pairwise(after)), default=0.0)
+        expected = usual[kind].answer
         if reader.answer is None:
             done.problem = f"no answer: {reader.error or 'still reading'}"
         elif reader.seqs != sorted(set(reader.seqs)):
             done.problem = f"an event came twice or out of order: {reader.seqs}"
-        elif reader.answer.tokens != undisturbed[kind, prompt].tokens:
-            done.problem = f"{reader.answer.tokens} tokens instead of {undisturbed[kind, prompt].tokens}"
-        elif reader.answer != undisturbed[kind, prompt]:
-            done.problem = f"changed: {first_difference(reader.answer, undisturbed[kind, prompt])}"
+        elif reader.answer.tokens != expected.tokens:
+            done.problem = f"{reader.answer.tokens} tokens instead of {expected.tokens}"
+        elif reader.answer != expected:
+            done.problem = f"changed: {first_difference(reader.answer, expected)}"
         else:
-            again = client.resume("/v1/completions", done.request_id)
+            again = client.resume(PATH, done.request_id)
             texts = [""] * reader.n
             for event in again:
                 for choice in range(reader.n):
@@ -172,6 +118,8 @@ def first_difference(one: Answer, other: Answer) -> str:
         if a != b:
             at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
             return f"choice {choice} at character {at}: {a[at : at + 40]!r} instead of {b[at : at + 40]!r}"
+    if one.finishes != other.finishes:
+        return f"ended with {one.finishes} instead of {other.finishes}"
     at = next((i for i, (x, y) in enumerate(zip(one.logprobs, other.logprobs, strict=False)) if x != y), 0)
     return f"log-probability {at}: {one.logprobs[at : at + 2]} instead of {other.logprobs[at : at + 2]}"
 

@@ -230,6 +230,7 @@ class FakeSlot:
         self.warm_target = 0
         self.incarnation = "one"
         self.on_start: Callable[[ReplicaSpec], None] = lambda spec: None
+        self.make_replica: Callable[[ReplicaSpec, Behaviour], FakeReplica] = FakeReplica
         self._listeners: dict[int, SlotListener] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -304,7 +305,7 @@ class FakeSlot:
             return
         if self.behaviour.never_ready:
             return
-        replica = FakeReplica(spec, self.behaviour)
+        replica = self.make_replica(spec, self.behaviour)
         await replica.listen()
         self.replicas[spec.replica_id] = replica
         self._tell(spec.replica_id, state=ReplicaState.READY, port=replica.port, token=replica.token, ready_us=now_us)

@@ -24,6 +24,10 @@ def text(**fields: Any) -> dict[str, Any]:
     return {"model": "fn", "prompt": "hi", "max_tokens": 3, **fields}
 
 
+def schema_format(**fields: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "n", "schema": {}, **fields}}
+
+
 BAD: list[tuple[str, Any, str | None]] = [
     (CHAT, b"", None),
     (CHAT, b"{", None),
@@ -73,8 +77,33 @@ BAD: list[tuple[str, Any, str | None]] = [
     (CHAT, chat(top_logprobs=2), "top_logprobs"),
     (CHAT, chat(stream_options={"include_usage": True}), "stream_options"),
     (CHAT, chat(tools=[{"type": "function", "function": {"name": "f"}}]), "tools"),
-    (CHAT, chat(response_format={"type": "json_object"}), "response_format"),
-    (CHAT, chat(guided_regex="a+"), "guided_regex"),
+    (CHAT, chat(response_format="json"), "response_format"),
+    (CHAT, chat(response_format={}), "response_format"),
+    (CHAT, chat(response_format={"type": "xml"}), "response_format.type"),
+    (CHAT, chat(response_format={"type": "json_schema"}), "response_format.json_schema"),
+    (CHAT, chat(response_format=schema_format(name="")), "response_format.json_schema.name"),
+    (CHAT, chat(response_format=schema_format(strict="yes")), "response_format.json_schema.strict"),
+    (CHAT, chat(response_format=schema_format(schema=None)), "response_format.json_schema.schema"),
+    (CHAT, chat(response_format=schema_format(schema=[1])), "response_format.json_schema.schema"),
+    (TEXT, text(response_format=schema_format(schema={"x": "y" * 300_000})), "response_format.json_schema.schema"),
+    (TEXT, text(guided_json="{"), "guided_json"),
+    (TEXT, text(guided_json="[" * 100_000), "guided_json"),
+    (TEXT, text(guided_json=7), "guided_json"),
+    (TEXT, text(guided_regex=""), "guided_regex"),
+    (TEXT, text(guided_regex=["a"]), "guided_regex"),
+    (TEXT, text(guided_choice=[]), "guided_choice"),
+    (TEXT, text(guided_choice=["a", ""]), "guided_choice"),
+    (TEXT, text(guided_grammar={}), "guided_grammar"),
+    (TEXT, text(guided_whitespace_pattern=" "), "guided_whitespace_pattern"),
+    (TEXT, text(structured_outputs=[]), "structured_outputs"),
+    (TEXT, text(structured_outputs={}), "structured_outputs"),
+    (TEXT, text(structured_outputs={"structural_tag": "x"}), "structured_outputs.structural_tag"),
+    (TEXT, text(structured_outputs={"regex": 1}), "structured_outputs.regex"),
+    (TEXT, text(structured_outputs={"regex": "a", "choice": ["a"]}), "structured_outputs.choice"),
+    (TEXT, text(structured_outputs={"regex": "a"}, guided_regex="a"), "structured_outputs.regex"),
+    (TEXT, text(response_format={"type": "json_object"}, guided_json={}), "guided_json"),
+    (TEXT, text(prompt_cache_key="k" * 257), "prompt_cache_key"),
+    (TEXT, text(prompt_logprobs=1), "prompt_logprobs"),
     (TEXT, text(prompt=[]), "prompt"),
     (TEXT, text(prompt=7), "prompt"),
     (TEXT, text(prompt=["a", 1]), "prompt"),
