@@ -31,6 +31,7 @@ from function_runtime.kv.chunk import ChunkHead
 from function_runtime.kv.identity import Chain, KvIdentity
 from function_runtime.kv.keeping import Prefix, Speeds, decide
 from function_runtime.kv.known import Key, KnownChunks
+from function_runtime.kv.plan import MAX_DEADLINE_S
 from function_runtime.kv.reader import Capabilities, Reading, Restoration, sequences
 from function_runtime.kv.settings import KvReplicaSettings
 from function_runtime.kv.speeds import DIRECTORY_PRIOR, READERS, REMOTE_PRIOR, Measured
@@ -198,10 +199,16 @@ class DurableKv:
         try:
             reading = Reading(held.work, self._identity)
             outcome = reading.outcome
-            chosen = reading.plan(self.measured.speeds, self._engine)
-            detail = "; ".join(filter(None, (outcome.detail, chosen.reason)))
-            if chosen.loads:
-                arrival = reading.begin(chosen, self._store(), self._readers)
+            if self._settings.loads_always:
+                detail = outcome.detail
+                if reading.wanted:
+                    arrival = reading.begin_all(MAX_DEADLINE_S, self._store(), self._readers)
+            else:
+                chosen = reading.plan(self.measured.speeds, self._engine)
+                detail = "; ".join(filter(None, (outcome.detail, chosen.reason)))
+                if chosen.loads:
+                    arrival = reading.begin(chosen, self._store(), self._readers)
+            if arrival is not None:
                 arrival.reason = detail
         except Exception as error:
             # Whatever goes wrong with stored KV, the request is computed again.

@@ -23,6 +23,9 @@ class KvReplicaSettings:
     linger_s: float = LINGER_S
     """`STOKER_KV_LINGER_S`: how long a chunk waits for others to share its pack. Longer is cheaper and loses more at a
     kill; by default 0.1 s for a directory, 0.5 s for S3."""
+    loads_always: bool = False
+    """`STOKER_KV_LOAD=always`: a resume reads whatever is stored, whether or not computing it again would be faster
+    (`measured`, the default). For devices that are to be spared, and for tests of reading."""
     prices: StorePrices = field(default_factory=StorePrices)
     """`STOKER_KV_PRICES`: micro-dollars per GiB and month, per put, per get."""
 
@@ -32,6 +35,7 @@ class KvReplicaSettings:
         return cls(
             bytes_per_s=_number(environ, "STOKER_KV_BYTES_PER_S", 0.0),
             linger_s=_number(environ, "STOKER_KV_LINGER_S", linger_s),
+            loads_always=environ.get("STOKER_KV_LOAD", "") == "always",
             prices=StorePrices.of(store_uri, environ),
         )
 
