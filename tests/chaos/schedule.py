@@ -1,0 +1,76 @@
+"""Which faults there are, and a seed's sequence of them: what, whom, and after how many more delivered tokens.
+
+`schedule(seed, count, names)` is a pure function, so a failing run's seed gives the same faults to the same kinds of
+victims at the same progress of the load. Limits: which process or object among several equals is hit is drawn from
+`draw`, but there may be others than the last time.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class FaultKind:
+    name: str
+    weight: int
+    """Share among those that can be done here. What takes seconds is rarer."""
+    excuses: frozenset[str] = frozenset()
+    """Error codes that requests may end with because of it. None: every request is to complete."""
+
+
+FAULT_KINDS: tuple[FaultKind, ...] = (
+    FaultKind("kill replica", 6),
+    FaultKind("kill agent", 4),
+    FaultKind("kill gateway", 4),
+    FaultKind("kill replica and gateway", 2),
+    FaultKind("stop replica", 2),
+    FaultKind("stop agent", 2),
+    FaultKind("stop gateway", 2),
+    FaultKind("object deleted", 3),
+    FaultKind("object truncated", 3),
+    FaultKind("object flipped", 3),
+    FaultKind("object zero-tailed", 3),
+    FaultKind("object swapped: tenant", 2),
+    FaultKind("object swapped: dtype", 2),
+    FaultKind("object swapped: revision", 2),
+    FaultKind("object swapped: request", 2),
+    FaultKind("record forged: tenant", 1),
+    FaultKind("record forged: dtype", 1),
+    FaultKind("record forged: revision", 1),
+    FaultKind("store gone", 2),
+    FaultKind("store full", 2),
+    FaultKind("database locked", 2, frozenset({"storage_unavailable"})),
+    FaultKind("database full", 2, frozenset({"storage_unavailable"})),
+)
+BY_NAME = {kind.name: kind for kind in FAULT_KINDS}
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    number: int
+    name: str
+    after_tokens: int
+    """Tokens that the load is to be given after the fault before was over."""
+    draw: int
+    """Chooses among victims, and the place of a damage."""
+
+    @property
+    def kind(self) -> FaultKind:
+        return BY_NAME[self.name]
+
+
+def schedule(
+    seed: int, count: int, names: Iterable[str] = BY_NAME, *, fewest: int = 10, most: int = 160
+) -> tuple[Fault, ...]:
+    """Every kind once, in a drawn order, as far as `count` goes; then by weight."""
+    rng = random.Random(f"{seed}/schedule")
+    kinds = [BY_NAME[name] for name in names]
+    first = rng.sample(kinds, len(kinds))
+    rest = rng.choices(kinds, [kind.weight for kind in kinds], k=max(0, count - len(first)))
+    return tuple(
+        Fault(number, kind.name, rng.randrange(fewest, most), rng.getrandbits(48))
+        for number, kind in enumerate([*first, *rest][:count])
+    )
