@@ -170,13 +170,14 @@ def _connect_gateways(context: AppContext) -> None:
     context.journal.may_write = lambda: gateways.held
 
 
-async def start_context(context: AppContext, url: str = "") -> None:
-    """Read what is known, take over what an earlier life left, begin to watch the slots. `url`: where it listens."""
+async def start_context(context: AppContext, url: str = "", predecessor: str = "") -> None:
+    """Read what is known, take over what an earlier life left, begin to watch the slots. `url`: where it listens;
+    `predecessor`: the gateway whose data directory this is now."""
     await context.keys.refresh()
     # Taken out of the environment: what this process starts has no business with it.
     given = os.environ.pop("STOKER_ADMIN_KEY", "").strip()
     await context.keys.ensure_admin_key(context.settings.admin_key_path, given)
-    await context.gateways.start(context.settings.gateway.url or url)
+    await context.gateways.start(context.settings.gateway.url or url, predecessor)
     await context.journal.prepare()
     await context.functions.refresh()
     for function in context.functions.list():
@@ -229,6 +230,14 @@ def reachable(host: str) -> str:
     return platform.node() if host in ("0.0.0.0", "[::]") else host
 
 
+def succeed(settings: Settings, gateway_id: str) -> str:
+    """Who ran on this data directory before: its lock is held, so that one is gone."""
+    path = settings.data_dir / "gateway.id"
+    predecessor = path.read_text().strip() if path.exists() else ""
+    path.write_text(gateway_id + "\n")
+    return predecessor
+
+
 def bind(host: str, port: int) -> socket.socket:
     """Raises OSError when the address cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -263,7 +272,7 @@ async def serve(
     )
     upkeep = Upkeep(context)
     try:
-        await start_context(context, f"http://{reachable(host)}:{port}")
+        await start_context(context, f"http://{reachable(host)}:{port}", succeed(settings, context.gateway_id))
         await runner.setup()
         await web.SockSite(runner, listener, backlog=BACKLOG).start()
         upkeep.start()

@@ -2,7 +2,8 @@
 
 Model: `Client` blocks and needs the standard library only, `AsyncClient` uses aiohttp; both iterate a stream over as
 many connections as it takes (`control_plane.resumption` says how), and every connection asks where the service is now.
-Limits: a stream gives up after `give_up_s` without progress; plain calls are never repeated.
+A service with several gateways is given by all their addresses; when one does not answer the next is asked.
+Limits: a stream gives up after `give_up_s` without progress; a plain call that was sent is never repeated.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import time
 import urllib.parse
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -68,19 +69,45 @@ Locator: TypeAlias = Callable[[], Endpoint]
 """Asked before every connection, so that a service that came back on another port is found again."""
 
 
+def _at(endpoint: Endpoint) -> Locator:
+    return lambda: endpoint
+
+
+class Places:
+    """Where the service is, and where else: one gateway after the other."""
+
+    def __init__(self, where: Locator | Endpoint | Sequence[Endpoint]) -> None:
+        self._locators: list[Locator] = []
+        for each in where if isinstance(where, Sequence) else (where,):
+            self._locators.append(_at(each) if isinstance(each, Endpoint) else each)
+        self._now = self._failed = 0
+
+    def here(self) -> Endpoint:
+        return self._locators[self._now]()
+
+    def answered(self) -> None:
+        self._failed = 0
+
+    def move_on(self) -> bool:
+        """To the next address; False: all have been tried in vain."""
+        self._now = (self._now + 1) % len(self._locators)
+        self._failed += 1
+        return self._failed % len(self._locators) != 0
+
+
 # --- blocking ---------------------------------------------------------------------------------------------------------
 
 
 class Client:
     """Calls that block. One connection per call: a command makes few of them."""
 
-    def __init__(self, locate: Locator | Endpoint, *, give_up_s: float = 60.0) -> None:
-        self._locate: Locator = (lambda: locate) if isinstance(locate, Endpoint) else locate
+    def __init__(self, where: Locator | Endpoint | Sequence[Endpoint], *, give_up_s: float = 60.0) -> None:
+        self.places = Places(where)
         self._give_up_s = give_up_s
 
     @property
     def endpoint(self) -> Endpoint:
-        return self._locate()
+        return self.places.here()
 
     def request(
         self,
@@ -96,11 +123,18 @@ class Client:
         sent as it is."""
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         sent = {} if data is None else {"Content-Type": content_type}
-        connection, response = self._send(Call(method, path + encode_query(query), sent, data), timeout_s)
+        call = Call(method, path + encode_query(query), sent, data)
+        while True:
+            try:
+                connection, response = self._send(call, timeout_s)
+                break
+            except Unreachable as error:
+                if error.connected or not self.places.move_on():
+                    raise
         try:
             content = response.read()
         except (OSError, http.client.HTTPException) as error:
-            raise Unreachable(self._locate().url, error, connected=True) from error
+            raise Unreachable(self.places.here().url, error, connected=True) from error
         finally:
             connection.close()
         if response.status >= 400:
@@ -120,7 +154,7 @@ class Client:
             while line := response.readline():
                 yield json.loads(line)
         except (OSError, http.client.HTTPException) as error:
-            raise Unreachable(self._locate().url, error, connected=True) from error
+            raise Unreachable(self.places.here().url, error, connected=True) from error
         finally:
             connection.close()
 
@@ -142,7 +176,7 @@ class Client:
         self.request("POST", f"{path}/{urllib.parse.quote(request_id)}/cancel")
 
     def _send(self, call: Call, timeout_s: float) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        endpoint = self._locate()
+        endpoint = self.places.here()
         parts = urllib.parse.urlsplit(endpoint.url)
         secure = parts.scheme == "https"
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
@@ -154,7 +188,9 @@ class Client:
             connection.sock.settimeout(timeout_s)
             headers = {"Authorization": f"Bearer {endpoint.api_key}", **call.headers}
             connection.request(call.method, parts.path.rstrip("/") + call.path, body=call.body, headers=headers)
-            return connection, connection.getresponse()
+            response = connection.getresponse()
+            self.places.answered()
+            return connection, response
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             raise Unreachable(endpoint.url, error, connected=connected) from error
@@ -197,11 +233,14 @@ class Stream:
                 cause = error
             except Unreachable as error:
                 if not (error.connected or state.asked):
-                    raise
+                    if not self._client.places.move_on():
+                        raise
+                    continue
                 cause = error
             except (OSError, http.client.HTTPException) as error:
                 cause = error
             state.asked = True
+            self._client.places.move_on()
             time.sleep(patience.next_pause_s(cause))
 
     def _connection(self) -> Iterator[StreamEvent]:
@@ -228,14 +267,14 @@ class Stream:
 class AsyncClient:
     """The same over aiohttp, for many streams at once. Use it as an async context manager."""
 
-    def __init__(self, locate: Locator | Endpoint, *, give_up_s: float = 60.0) -> None:
-        self._locate: Locator = (lambda: locate) if isinstance(locate, Endpoint) else locate
+    def __init__(self, where: Locator | Endpoint | Sequence[Endpoint], *, give_up_s: float = 60.0) -> None:
+        self.places = Places(where)
         self._give_up_s = give_up_s
         self._session: aiohttp.ClientSession | None = None
 
     @property
     def endpoint(self) -> Endpoint:
-        return self._locate()
+        return self.places.here()
 
     async def __aenter__(self) -> AsyncClient:
         import aiohttp
@@ -270,7 +309,7 @@ class AsyncClient:
 
         if self._session is None:
             raise RuntimeError("AsyncClient is used outside its context: write `async with AsyncClient(...)`")
-        endpoint = self._locate()
+        endpoint = self.places.here()
         return self._session.request(
             call.method,
             URL(endpoint.url.rstrip("/") + call.path, encoded=True),
@@ -309,6 +348,7 @@ class AsyncStream:
                 async with self._client._open(state.call()) as response:
                     if response.status >= 400:
                         raise HttpError.from_response(response.status, response.headers, await response.read())
+                    self._client.places.answered()
                     state.opened(response.headers)
                     async for data in response.content.iter_any():
                         for event in parser.feed(data):
@@ -322,15 +362,21 @@ class AsyncStream:
                 cause = error
             except Unreachable as error:
                 if not state.asked:
-                    raise
+                    if not self._client.places.move_on():
+                        raise
+                    continue
                 cause = error
             except aiohttp.ClientConnectorError as error:
                 if not state.asked:
-                    raise Unreachable(self._client.endpoint.url, error, connected=False) from error
+                    url = self._client.endpoint.url
+                    if not self._client.places.move_on():
+                        raise Unreachable(url, error, connected=False) from error
+                    continue
                 cause = error
             except (aiohttp.ClientError, OSError) as error:
                 cause = error
             state.asked = True
+            self._client.places.move_on()
             await asyncio.sleep(patience.next_pause_s(cause))
 
 

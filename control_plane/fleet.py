@@ -10,6 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, Protocol
 
@@ -111,11 +112,12 @@ class Fleet:
     # --- commands ---
 
     def place(self, needed_bytes: int, pool_identity: str) -> Placement | None:
-        """The slot where a new replica would be ready soonest."""
+        """The slot where a new replica would be ready soonest; those that were only just asked for count."""
+        living = Counter(self.slot_of[status.replica_id] for status in self.living())
         homes = [
             SlotHome(
                 slot_id=slot_id,
-                replicas=sum(status.state not in GONE for status in state.replicas),
+                replicas=living[slot_id],
                 free_bytes=self._backend.free_bytes(slot_id),
                 needed_bytes=needed_bytes,
                 warm_workers=state.warm_workers,

@@ -177,9 +177,12 @@ class Gateways:
 
     # --- life ---
 
-    async def start(self, url: str = "") -> None:
+    async def start(self, url: str = "", predecessor: str = "") -> None:
+        """`predecessor`: a gateway that is known to be dead, as this one holds the lock of its data directory."""
         self.url = url or self.url
         self.started_us = time.time_ns() // 1000
+        if predecessor and not self.alone:
+            await self._leave(predecessor)
         await self.look()
 
     def look_soon(self) -> None:
@@ -301,8 +304,11 @@ class Gateways:
         self._wake.set()
         self._held_until_s = 0.0
 
+        await self._leave(self.id)
+
+    async def _leave(self, gateway_id: str) -> None:
         def run(connection: Connection) -> int:
-            values = {"id": self.id, "name": LOOP}
+            values = {"id": gateway_id, "name": LOOP}
             connection.execute(_LEAVE_LOOP, values)
             return connection.execute(_LEAVE, values).rowcount
 

@@ -16,6 +16,8 @@ from typing import Any, Final
 
 FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 1.0
+MOVED: Final = frozenset({"taken_over", "with_another_gateway", "gateway_lapsed"})
+"""Codes of errors inside a stream that are about the gateway and not about the request: it is read on elsewhere."""
 RETRIED_STATUS: Final = frozenset({408, 429, 502, 503, 504})
 
 
@@ -218,6 +220,7 @@ class StreamState:
                 code=error.get("code"),
                 kind=error.get("type"),
                 param=error.get("param"),
+                retryable=error.get("code") in MOVED,
                 request_id=self.request_id,
             )
         if self.request_id is None and isinstance(body.get("id"), str):

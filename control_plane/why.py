@@ -142,7 +142,7 @@ def replica_body(context: AppContext, status: ReplicaStatus) -> dict[str, Any]:
         "engine": status.spec.options.engine,
         "device": status.spec.options.device,
         "warm_worker": status.warm_worker,
-        "running": len(seat.in_flight) if seat is not None else 0,
+        "running": seat.taken if seat is not None else 0,
         "accepting": seat is not None and seat.accepting,
         "created_us": status.created_us,
         "ready_us": status.ready_us,

@@ -1,4 +1,7 @@
-"""Which service a command talks to: --url or STOKER_URL, else the one that runs on the data directory."""
+"""Which service a command talks to: --url or STOKER_URL, else the one that runs on the data directory.
+
+Several addresses, separated by commas, are gateways of one service: the next is asked when one does not answer.
+"""
 
 from __future__ import annotations
 
@@ -14,5 +17,6 @@ def connect(data_dir: Path | None, url: str | None, *, give_up_s: float = 60.0) 
     named = url or (os.environ.get("STOKER_URL") if data_dir is None else None)
     if named:
         key = os.environ.get("STOKER_API_KEY") or DataDir.at(data_dir).admin_key()
-        return Client(Endpoint(named.rstrip("/"), key), give_up_s=give_up_s)
+        urls = [each.strip().rstrip("/") for each in named.split(",") if each.strip()]
+        return Client([Endpoint(each, key) for each in urls], give_up_s=give_up_s)
     return Client(DataDir.at(data_dir).endpoint, give_up_s=give_up_s)

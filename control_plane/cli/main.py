@@ -31,7 +31,8 @@ DataDirOption = Annotated[
     typer.Option("--data-dir", "-d", help="The service's directory [STOKER_DATA_DIR, else ~/.local/share/stoker]."),
 ]
 UrlOption = Annotated[
-    str | None, typer.Option("--url", help="The service's address [STOKER_URL]; the key comes from STOKER_API_KEY.")
+    str | None,
+    typer.Option("--url", help="The service's address, or several: URL,URL [STOKER_URL]; key: STOKER_API_KEY."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Answer as JSON, for programs.")]
 
@@ -82,12 +83,15 @@ def up(
             metavar="URI", help="Where KV is kept: file:///FOLDER or s3://BUCKET/PREFIX [the data directory]."
         ),
     ] = None,
+    slots: Annotated[
+        int | None, typer.Option(min=0, max=64, help="Slots on this machine; 0: a gateway only [1].")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run the service on this machine until Ctrl-C (drains; a second Ctrl-C is immediate)."""
     from control_plane.cli.up import Said, run_service
 
-    said = Said(host, port, warm_workers, orphan_s, drain_s, tuple(allow) if allow else None, database, store)
+    said = Said(host, port, warm_workers, orphan_s, drain_s, tuple(allow) if allow else None, database, store, slots)
     run_service(data_dir, said, as_json)
 
 
@@ -146,7 +150,7 @@ def list_replicas(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Replicas: state, process, memory, start time, and why one failed."""
+    """Replicas: state, process, memory, start time, and why one failed; and the slots, where there are several."""
     from control_plane.cli.replicas import show_replicas
 
     show_replicas(data_dir, url, all_, as_json)

@@ -12,17 +12,21 @@ from control_plane.client import Client, HttpError
 
 
 def show_replicas(data_dir: Path | None, url: str | None, everything: bool, as_json: bool) -> None:
-    answer = connect(data_dir, url).request("GET", "/api/v1/replicas", query={"all": "1"})
+    client = connect(data_dir, url)
+    answer = client.request("GET", "/api/v1/replicas", query={"all": "1"})
     found = answer["data"] if everything else of_interest(answer["data"])
+    slots = client.request("GET", "/api/v1/slots")["data"]
     if as_json:
-        print_json({**answer, "data": found})
+        print_json({**answer, "data": found, "slots": slots})
         return
+    where = ("SLOT",) if len(slots) > 1 else ()
     rows = []
     for item in found:
         memory, ready_us, created_us = item["memory"], item["ready_us"], item["created_us"]
         rows.append(
             (
                 item["replica_id"],
+                *(item["slot_id"] or "-" for _ in where),
                 item["function"],
                 item["revision"],
                 item["state"],
@@ -36,12 +40,43 @@ def show_replicas(data_dir: Path | None, url: str | None, everything: bool, as_j
             )
         )
     print_table(
-        ("REPLICA", "FUNCTION", "REV", "STATE", "PID", "REQUESTS", "START", "RSS", "SHARED", "AGE", "WHY"),
+        (
+            "REPLICA",
+            *(("SLOT",) if len(slots) > 1 else ()),
+            "FUNCTION",
+            "REV",
+            "STATE",
+            "PID",
+            "REQUESTS",
+            "START",
+            "RSS",
+            "SHARED",
+            "AGE",
+            "WHY",
+        ),
         rows,
         empty="nothing runs: every function is at zero",
     )
+    if len(slots) > 1:
+        show_slots(slots)
     if note := store_note(answer.get("object_store") or {}):
         print(note)
+
+
+def show_slots(slots: list[dict[str, Any]]) -> None:
+    rows = [
+        (
+            slot["slot_id"],
+            slot["agent_pid"],
+            len(slot["replicas"]),
+            slot["warm_workers"],
+            size(slot["pool_used_bytes"]),
+            size(slot["memory_used_bytes"]),
+        )
+        for slot in slots
+    ]
+    print()
+    print_table(("SLOT", "AGENT", "REPLICAS", "WARM", "POOL", "MEMORY"), rows, empty="no slot is in sight")
 
 
 def store_note(store: dict[str, Any]) -> str:

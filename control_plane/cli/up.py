@@ -1,6 +1,7 @@
 """`stoker up`: the control plane in this process, its data directory held, until a signal ends it.
 
-The agents it starts are processes of their own that outlive it: a new `stoker up` adopts them and what they run.
+With `--database` it joins the other gateways of that database; each has a data directory of its own. The agents it
+starts are processes of their own that outlive it: a new `stoker up` adopts them and what they run.
 `stoker down` ends them too.
 """
 
@@ -47,6 +48,7 @@ class Said:
     allow: tuple[str, ...] | None = None
     database: str | None = None
     store: str | None = None
+    slots: int | None = None
 
 
 def settings_of(data_dir: Path, said: Said) -> Settings:
@@ -69,13 +71,19 @@ def settings_of(data_dir: Path, said: Said) -> Settings:
         "database": {"url": url},
         "store": {"uri": store},
         "http": {"host": said.host, "port": said.port, "shutdown_drain_s": said.drain_s},
-        "slot": {"warm_workers": said.warm_workers, "orphan_s": said.orphan_s},
+        "slot": {"warm_workers": said.warm_workers, "orphan_s": said.orphan_s, "count": said.slots},
         "models": {"allowed": said.allow},
     }
     for group, fields in given.items():
         said_fields = {name: value for name, value in fields.items() if value is not None}
         settings = dataclasses.replace(
             settings, **{group: dataclasses.replace(getattr(settings, group), **said_fields)}
+        )
+    if settings.slot.count == 0 and not settings.shared:
+        raise CommandError(
+            "without slots nothing can run here",
+            "give it --slots 1 or more, or a --database whose other gateways have slots",
+            code="no_slots",
         )
     return settings
 

@@ -12,7 +12,7 @@ from aiohttp import web
 from control_plane.api.functions import function_body
 from control_plane.context import CONTEXT, AppContext
 from control_plane.errors import InvalidRequest, NotFound
-from control_plane.fleet import GONE, STARTING
+from control_plane.fleet import STARTING
 from control_plane.gateway.access import authenticate
 from control_plane.tenants import Role
 from control_plane.why import explain, replica_body
@@ -66,7 +66,8 @@ async def slots(request: web.Request) -> web.Response:
     data: list[dict[str, Any]] = []
     for slot_id, state in context.fleet.slots.items():
         fields = {name: getattr(state, name) for name in state.__struct_fields__ if name not in ("pool", "replicas")}
-        mine = [s for s in state.replicas if s.spec.tenant == tenant and s.state not in GONE]
+        here = (s for s in context.fleet.living() if context.fleet.slot_of.get(s.replica_id) == slot_id)
+        mine = [s for s in here if s.spec.tenant == tenant]
         data.append(
             {
                 "object": "slot",

@@ -110,12 +110,13 @@ class Service:
         return list(dict.fromkeys(found))
 
     def pool_directories(self) -> list[Path]:
-        digest = hashlib.sha256((os.path.realpath(self.data_dir) + "slot-0").encode()).hexdigest()[:12]
-        return [path for path in (Path(f"/dev/shm/stoker-{digest}"),) if path.exists()]
+        names = [f"slot-{path.name}" for path in (self.data_dir / "slots").glob("*")]
+        digests = [hashlib.sha256((os.path.realpath(self.data_dir) + name).encode()).hexdigest()[:12] for name in names]
+        return [path for digest in digests if (path := Path(f"/dev/shm/stoker-{digest}")).exists()]
 
-    def agent_pid(self) -> int | None:
+    def agent_pid(self, slot: int = 0) -> int | None:
         with contextlib.suppress(OSError, ValueError, KeyError):
-            return int(json.loads((self.data_dir / "slots" / "0" / "agent.json").read_text())["pid"])
+            return int(json.loads((self.data_dir / "slots" / str(slot) / "agent.json").read_text())["pid"])
         return None
 
     def replicas(self, *, live: bool = True) -> list[dict[str, Any]]:

@@ -99,3 +99,28 @@ def test_an_error_inside_a_stream_is_raised() -> None:
         (None, None, "waiting"),
         ("[DONE]", None, ""),
     ]
+
+
+async def test_when_one_gateway_does_not_answer_the_next_is_asked() -> None:
+    with ScriptedServer(Script(WORDS, [3])) as first, ScriptedServer(Script(WORDS, [None])) as second:
+        gone = Endpoint("http://127.0.0.1:1")
+        stream = Client([gone, first.endpoint, second.endpoint]).stream(CHAT, {"model": "m", "messages": []})
+        assert "".join(event.text() for event in stream) == "".join(WORDS)
+        assert [len(server.script.calls) for server in (first, second)] == [1, 1]
+        assert Client([gone, second.endpoint]).request("DELETE", f"{CHAT}/{REQUEST_ID}") == {}
+    with ScriptedServer(Script(WORDS, [3])) as first, ScriptedServer(Script(WORDS, [None])) as second:
+        async with AsyncClient([gone, first.endpoint, second.endpoint]) as client:
+            asked = client.stream(CHAT, {"model": "m", "messages": []})
+            assert "".join([event.text() async for event in asked]) == "".join(WORDS)
+        assert [len(server.script.calls) for server in (first, second)] == [1, 1]
+
+
+async def test_when_no_gateway_answers_it_says_so_at_once() -> None:
+    gone = [Endpoint("http://127.0.0.1:1"), Endpoint("http://127.0.0.1:2")]
+    with pytest.raises(Unreachable):
+        list(Client(gone).stream(CHAT, {}))
+    with pytest.raises(Unreachable):
+        Client(gone).request("GET", "/health")
+    async with AsyncClient(gone) as client:
+        with pytest.raises(Unreachable):
+            [event async for event in client.stream(CHAT, {})]

@@ -170,6 +170,18 @@ async def test_a_clean_end_is_seen_at_once(database: Database, clock: Clock) -> 
     assert (second.peers, second.leads, orphans) == ({}, True, [("gw-1",)])
 
 
+async def test_whoever_holds_a_data_directory_knows_that_its_predecessor_is_dead(
+    database: Database, clock: Clock
+) -> None:
+    await open_gateway(database, "gw-1", clock)
+    await accept(database, "gw-1")
+    heir = Gateways(database, "gw-2", GatewaySettings(lease_s=LEASE_S), alone=False, clock=clock)
+    orphans: list[tuple[str, ...]] = []
+    heir.on_orphans = orphans.append
+    await heir.start("http://gw-2", predecessor="gw-1")
+    assert (heir.leads, orphans) == (True, [("gw-1",)])
+
+
 async def test_only_one_of_many_takes_the_lead(database: Database, clock: Clock) -> None:
     many = [await open_gateway(database, f"gw-{number}", clock) for number in range(5)]
     await turns(clock, LEASE_S, *many)
