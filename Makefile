@@ -8,13 +8,14 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench bench-resume clean
 
 help:
 	@echo "make demo    a function from zero to tokens and back, with a kill in between (no GPU, no account)"
 	@echo "make test    install, lint, types, import rules and the tests (PYTEST_ARGS='-k name' selects)"
 	@echo "make lint    ruff, mypy --strict, import rules"
 	@echo "make bench   the measured figures, peers side by side (BENCH_ARGS='--help' tells more)"
+	@echo "make bench-resume  a request taken up again: its KV loaded, recomputed, and what the plan chooses"
 	@echo "make clean   remove .venv, caches and builds"
 
 demo: $(VENV)/.runtime
@@ -30,6 +31,9 @@ lint: $(VENV)/.development
 
 bench: $(VENV)/.development
 	$(BIN)/python -m tests.benchmarks $(BENCH_ARGS)
+
+bench-resume: $(VENV)/.development
+	$(BIN)/python -m tests.benchmarks resume $(BENCH_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

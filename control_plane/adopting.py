@@ -96,7 +96,8 @@ class Adopting:
         if revision is not None:
             shares, price = revision.spec.share_prefixes, revision.spec.price_microusd_per_hour
         origin = origin_of(record, limits, await self._keys.kv_scope(record.tenant), shares, price)
-        origin = dataclasses.replace(origin, reuse=self._kv_desk.reuse(origin))
+        fast = revision is not None and revision.spec.resume == "fast"
+        origin = dataclasses.replace(origin, reuse=self._kv_desk.reuse(origin), fast=fast)
         # Whoever was reading it is gone with the gateway: that is not the client's leaving.
         live = LiveRequest(origin, detached=True, log=RequestLog(await self._journal.log(record.id)))
         live.epoch = record.epoch

@@ -100,6 +100,8 @@ class Origin:
     created_us: int
     share_prefix: bool = True
     """Stored KV of other requests of its scope may be used for it, and its own may be kept for them."""
+    fast: bool = False
+    """A resume may recompute in chunks of its own."""
     conversation: str = ""
     """Name of the conversation it belongs to (from `prompt_cache_key`)."""
     price_microusd_per_hour: int = 0
@@ -249,6 +251,7 @@ class LiveRequest:
             kv=tuple(self.kv),
             write_kv=origin.write_kv,
             share_prefix=origin.share_prefix,
+            fast=origin.fast,
             reuse=origin.reuse,
         )
 

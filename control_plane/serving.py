@@ -41,6 +41,7 @@ class Servable:
     max_context_tokens: int
     share_prefixes: str = "tenant"
     price_microusd_per_hour: int = 0
+    resume: str = "exact"
 
     def context_tokens(self, model_limit: int) -> int:
         own = self.max_context_tokens
@@ -74,6 +75,7 @@ def servable_of(revision: Revision) -> Servable:
         max_context_tokens=revision.spec.engine_options.max_context_tokens,
         share_prefixes=revision.spec.share_prefixes,
         price_microusd_per_hour=revision.spec.price_microusd_per_hour,
+        resume=revision.spec.resume,
     )
 
 

@@ -147,6 +147,9 @@ class FunctionSpec(_Part):
     that dies had computed is computed again; required: they get 503, for contexts too long to be computed twice."""
     on_disconnect: Literal["cancel", "detach"] = "cancel"
     """What becomes of the work when its client goes away."""
+    resume: Literal["exact", "fast"] = "exact"
+    """How a request that lost its replica computes what is not in the store: as the first time, prefill in the same
+    chunks and generated tokens one by one, so that it goes on byte for byte; or all at once, sooner and not exactly."""
     share_prefixes: Literal["tenant", "function", "none"] = "tenant"
     """Who may use the stored KV of a prompt that begins alike: functions of the tenant with the same checkpoint, this
     function only, or nobody. Other tenants never do."""

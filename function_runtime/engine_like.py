@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from function_runtime.kv.arrival import Arrival
-from function_runtime.protocol import TokenEvent, Work
+from function_runtime.protocol import KvChunk, TokenEvent, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +129,19 @@ class SealedRangeLike(Protocol):
     def partial(self) -> bool: ...
 
 
+class DoubtLike(Protocol):
+    """A stored chunk that was used and is not what computing it again gives."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def chunk(self) -> KvChunk: ...
+    @property
+    def reason(self) -> str: ...
+
+
 class StepLike(Protocol):
     @property
     def tokens(self) -> Sequence[RequestTokensLike]: ...
@@ -140,6 +153,8 @@ class StepLike(Protocol):
     def sealed(self) -> Sequence[SealedRangeLike]: ...
     @property
     def admitted(self) -> Sequence[LateAdmission]: ...
+    @property
+    def doubts(self) -> Sequence[DoubtLike]: ...
     @property
     def device_us(self) -> Mapping[str, tuple[int, int]]:
         """Per request (prefill_us, decode_us) of this step; the sum is the step's busy time."""
@@ -234,3 +249,4 @@ class Step:
     sealed: tuple[SealedRange, ...] = ()
     device_us: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     admitted: tuple[LateAdmission, ...] = ()
+    doubts: tuple[DoubtLike, ...] = ()

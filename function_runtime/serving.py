@@ -22,7 +22,7 @@ import msgspec
 
 from function_runtime.agent_channel import AgentChannel, AgentGone
 from function_runtime.clock import LifeClock, Stopwatch
-from function_runtime.engine_like import EngineLike, RestoredKv
+from function_runtime.engine_like import DoubtLike, EngineLike, RestoredKv
 from function_runtime.errors import EngineFault
 from function_runtime.gateway_link import HELLO_WITHIN_S, GatewayLink
 from function_runtime.held import HeldRequest, HeldRequests
@@ -37,6 +37,8 @@ from function_runtime.protocol import (
     Cancel,
     GatewayMessage,
     Hello,
+    KvBad,
+    KvChunk,
     KvKnown,
     KvSealed,
     Progress,
@@ -78,6 +80,10 @@ class KvService(Protocol):
         ...
 
     def hear(self, known: KvKnown) -> None: ...
+    def distrust(self, chunk: KvChunk) -> None:
+        """Its pack is not named any more."""
+        ...
+
     def has_already(self, held: HeldRequest, choice: int, start: int, end: int) -> bool:
         """Whether these positions need no copy: they are stored, and named for this request, or about to be."""
         ...
@@ -200,6 +206,8 @@ class Serving:
                         detail=admission.detail,
                     )
                 )
+        for doubt in step.doubts:
+            self._tell_doubt(doubt)
         for tokens in step.tokens:
             if producer := self._living(tokens.request_id, tokens.epoch):
                 producer.produce(tokens)
@@ -218,6 +226,16 @@ class Serving:
         for request_id, epoch, fault in step.failed:
             if failed := self._living(request_id, epoch):
                 failed.fail(now_ns, fault.code, fault.message, retry=fault.retry)
+
+    def _tell_doubt(self, doubt: DoubtLike) -> None:
+        """Its request may be over: whoever is connected hears it."""
+        print(f"kv doubt request={doubt.request_id} pack={doubt.chunk.pack} {doubt.reason}", file=sys.stderr)
+        message = KvBad(request_id=doubt.request_id, epoch=doubt.epoch, chunk=doubt.chunk, reason=doubt.reason)
+        for link in self._links.values():
+            if link.welcome:
+                link.send(message)
+        if self._kv is not None:
+            self._kv.distrust(doubt.chunk)
 
     def _living(self, request_id: str, epoch: int) -> HeldRequest | None:
         held = self._held.get(request_id)

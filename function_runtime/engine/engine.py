@@ -44,6 +44,7 @@ from function_runtime.engine.request import Choice, Phase, Request
 from function_runtime.engine.restoring import Gate, Pieces
 from function_runtime.engine.resume import Usable, check_restored, usable
 from function_runtime.engine.scheduler import Schedule, Scheduler
+from function_runtime.engine.shadow import Doubt, Shadow
 from function_runtime.engine.sizing import kv_blocks
 from function_runtime.engine.step import Drawn, StepRunner
 from function_runtime.engine.weights import map_weights
@@ -97,7 +98,16 @@ class Engine:
         self._arrivals = 0
         self._parting: dict[str, Request] = {}
         """Requests that ended with the last step: their blocks are free, and unchanged until the next one."""
-        self._receiver = Receiver(self._cache, self._scheduler, options.kv_chunk_tokens, self._publish, _admitted)
+        self.shadow = Shadow(
+            self._cache,
+            self._pool,
+            self._runner.run,
+            lambda work: admit(work, 0, self._bounds, tokenizer),
+            options.step_tokens,
+        )
+        self._receiver = Receiver(
+            self._cache, self._scheduler, options.kv_chunk_tokens, self._publish, _admitted, self.shadow.take
+        )
         width = config.num_heads * config.head_dim
         inner = config.hidden_size * (3 * config.intermediate_size + 2 * width)
         parameters = config.num_layers * inner + config.hidden_size * config.vocab_size
@@ -190,7 +200,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests or self._ended)
+        return bool(self._requests or self._ended or self.shadow.has_work)
 
     @property
     def stats(self) -> EngineStats:
@@ -230,8 +240,13 @@ class Engine:
         self._parting = {}
         refused = self._take_guides()
         if len(self._requests) == self._guides.waiting:
-            return StepOutput(finished=tuple(ended), failed=refused)
+            doubts: tuple[Doubt, ...] = ()
+            if self.shadow.has_work and not (ended or refused or self._requests):
+                with torch.inference_mode():
+                    doubts = self.shadow.step()
+            return StepOutput(finished=tuple(ended), failed=refused, doubts=doubts)
         begin_ns = time.monotonic_ns()
+        self.shadow.make_way()
         with torch.inference_mode():
             self._receiver.receive(alone=len(self._requests) == 1)
             schedule = self._scheduler.schedule()

@@ -16,6 +16,8 @@ from function_runtime.protocol import TokenEvent
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from function_runtime.engine.shadow import Doubt
+
 
 @dataclass(frozen=True, slots=True)
 class Restored:
@@ -89,5 +91,7 @@ class StepOutput:
     device_us: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Request id -> (prefill, decode) share of `busy_us`; the shares sum to it exactly."""
     busy_us: int = 0
+    doubts: tuple[Doubt, ...] = ()
+    """Stored KV that was used and is not what computing it again gives."""
     admitted: tuple[Admitted, ...] = ()
     """What became of requests whose stored KV was on its way when they came."""

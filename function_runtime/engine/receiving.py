@@ -22,6 +22,7 @@ from function_runtime.engine.restoring import Gate, LayerWriter, Pieces, ranges_
 from function_runtime.engine.resume import Usable, usable
 from function_runtime.engine.scheduler import Scheduler
 from function_runtime.kv.arrival import Arrival
+from function_runtime.protocol import Work
 
 WAIT_S: Final = 0.02
 """How long a step without anything to compute waits for stored KV: the caller has messages to read."""
@@ -35,12 +36,15 @@ class Receiver:
         chunk_tokens: int,
         publish: Callable[[Request, Choice], None],
         admitted: Callable[[Request, Usable], Admitted],
+        sampled: Callable[[Work, Arrival], None],
     ) -> None:
         self._cache = cache
         self._scheduler = scheduler
         self._chunk_tokens = chunk_tokens
         self._publish = publish
         self._admitted = admitted
+        self._sampled = sampled
+        """Told of what was used and is to be doubted all the same."""
         self._expected: list[Request] = []
         self._resolved: list[tuple[Request, Arrival]] = []
         """Nothing more is awaited, and what came of it has not been said yet."""
@@ -150,6 +154,8 @@ class Receiver:
             if request.phase is Phase.WAITING:
                 continue
             self._resolved.remove((request, arrival))
+            if arrival.is_sampled and request.loaded_tokens:
+                self._sampled(request.work, arrival)
             if request.phase is not Phase.ENDED:
                 found = self._admitted(request, Usable(request.loaded_tokens, 0))
                 detail = "; ".join(filter(None, (arrival.detail, found.detail)))

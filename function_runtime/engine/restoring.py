@@ -19,7 +19,7 @@ from function_runtime.engine.kv_cache import KvCache
 from function_runtime.engine.output import Restored
 from function_runtime.engine.request import Choice, Request
 from function_runtime.engine_like import KvLayout
-from function_runtime.kv.arrival import Arrival, ChunkState
+from function_runtime.kv.arrival import Arrival, ArrivingChunk, ChunkState
 
 _TORCH_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -60,14 +60,14 @@ class Pieces:
         """What has arrived (`promised`: and what may) from `position` on."""
         lengths = arrival.lengths(len(request.choices), len(request.prompt), position, promised=promised)
         states = (ChunkState.SOUND, ChunkState.ARRIVING) if promised else (ChunkState.SOUND,)
-        kind = _TORCH_TYPES[layout.dtype]
-        shape = (layout.num_layers, 2, -1, layout.kv_heads, layout.head_dim)
-        pieces = tuple(
-            Piece(c.choice, c.start, torch.frombuffer(c.data, dtype=kind).view(shape))
-            for c in arrival.chunks
-            if c.state in states
-        )
+        pieces = tuple(Piece(c.choice, c.start, chunk_tensor(c, layout)) for c in arrival.chunks if c.state in states)
         return cls(lengths, pieces, arrival if promised else None)
+
+
+def chunk_tensor(chunk: ArrivingChunk, layout: KvLayout) -> Tensor:
+    """A view of the chunk's bytes, whatever of them is here yet."""
+    shape = (layout.num_layers, 2, -1, layout.kv_heads, layout.head_dim)
+    return torch.frombuffer(chunk.data, dtype=_TORCH_TYPES[layout.dtype]).view(shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,8 @@ class Arrival:
         self.reason = reason
         """Why this is read and the rest computed."""
         self.abandoned = False
+        self.is_sampled = False
+        """What is used of it is computed again, later, and compared."""
         self.on_failure: Callable[[ArrivingChunk], ArrivingChunk | None] | None = None
         """Asked, when a chunk failed, for another that begins where it did."""
         self.on_change: Callable[[], None] | None = None

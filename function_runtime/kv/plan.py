@@ -169,7 +169,10 @@ class _Table:
     def _load(self, first: int | slice, pieces: int) -> Seconds:
         """Reading candidates from `first` to each last one."""
         nbytes = self._bytes[None, 1:] - self._bytes[:-1, None]
-        reads = (self._reads[None, 1:] - self._reads[:-1, None]) * pieces
+        # Neighbours are read together, of which `reads` speaks, but only as whole chunks.
+        joined = np.maximum(self._reads[None, 1:] - self._reads[:-1, None], 1)
+        places = np.arange(len(self._starts))
+        reads = joined if pieces == 1 else (places[None, :] - places[:, None] + 1) * pieces
         return np.asarray(self._speeds.reading_s(nbytes[first], reads[first]), np.float64)
 
     def from_front(self, pieces: int) -> Seconds:

@@ -13,6 +13,7 @@ stored for as long as `known` says.
 from __future__ import annotations
 
 import os
+import random
 import sys
 import threading
 import time
@@ -116,6 +117,7 @@ class DurableKv:
         self.measured = measured or Measured()
         self.measured.expect_store(*(DIRECTORY_PRIOR if store_uri.startswith("file:") else REMOTE_PRIOR))
         self._engine = engine or Capabilities(identity.layout.num_layers)
+        self._chance = random.Random()
         self._requests = ThreadPoolExecutor(_REQUESTS_AT_ONCE, thread_name_prefix="kv-request")
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="kv-read")
         self._askers = ThreadPoolExecutor(_ASKERS, thread_name_prefix="kv-ask")
@@ -178,6 +180,9 @@ class DurableKv:
 
         self._askers.submit(wait)
 
+    def distrust(self, chunk: KvChunk) -> None:
+        self._known.forget_pack(chunk.pack)
+
     def hear(self, known: KvKnown) -> None:
         self._asking.hear(known)
 
@@ -210,6 +215,7 @@ class DurableKv:
                     arrival = reading.begin(chosen, self._store(), self._readers)
             if arrival is not None:
                 arrival.reason = detail
+                arrival.is_sampled = self._chance.random() < self._settings.shadow_share
         except Exception as error:
             # Whatever goes wrong with stored KV, the request is computed again.
             arrival, outcome = None, Restoration(None, [f"{type(error).__name__}: {error}"])

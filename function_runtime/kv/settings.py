@@ -26,6 +26,8 @@ class KvReplicaSettings:
     loads_always: bool = False
     """`STOKER_KV_LOAD=always`: a resume reads whatever is stored, whether or not computing it again would be faster
     (`measured`, the default). For devices that are to be spared, and for tests of reading."""
+    shadow_share: float = 0.01
+    """`STOKER_KV_SHADOW_SHARE`: of the loads, how many are computed again afterwards and compared; 0: none."""
     prices: StorePrices = field(default_factory=StorePrices)
     """`STOKER_KV_PRICES`: micro-dollars per GiB and month, per put, per get."""
 
@@ -36,6 +38,7 @@ class KvReplicaSettings:
             bytes_per_s=_number(environ, "STOKER_KV_BYTES_PER_S", 0.0),
             linger_s=_number(environ, "STOKER_KV_LINGER_S", linger_s),
             loads_always=environ.get("STOKER_KV_LOAD", "") == "always",
+            shadow_share=_number(environ, "STOKER_KV_SHADOW_SHARE", 0.01),
             prices=StorePrices.of(store_uri, environ),
         )
 

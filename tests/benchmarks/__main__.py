@@ -8,7 +8,7 @@ import sys
 
 from tests.benchmarks import report
 
-NAMES = ("output", "cold", "throughput", "control", "journal_load", "kills", "store_reads", "faults")
+NAMES = ("output", "cold", "throughput", "control", "journal_load", "kills", "store_reads", "faults", "resume")
 
 
 def main() -> int:
