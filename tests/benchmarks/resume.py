@@ -117,7 +117,7 @@ def stores(folder: Path) -> Iterator[list[Bench]]:
             bench.proxy = proxy
             found.append(bench)
         except Exception as error:
-            report.console.print(f"[yellow]no S3 here: {type(error).__name__}: {error}")
+            report.console.print(f"[yellow]no S3 here: {type(error).__name__}: {str(error)[:200]}")
         yield found
 
 
@@ -241,9 +241,8 @@ def measure(quick: bool) -> list[dict[str, Any]]:
                     chose = [resume(engine, stored, identity, bench, readers, "choose") for _ in range(tries)]
                     load_s, chose_s = (report.median(t.seconds for t in took) for took in (load, chose))
                     found = chose[-1].plan
-                    report.console.print(
-                        f"{context} {bench.name} {step.name}: {load_s:.2f} {recompute_s:.2f} {chose_s:.2f} {_name(found)}"
-                    )
+                    seconds = f"load {load_s:.2f} s, recompute {recompute_s:.2f} s, chosen {chose_s:.2f} s"
+                    report.console.print(f"{context} {bench.name} {step.name}: {seconds} ({_name(found)})")
                     best_s = min(load_s, recompute_s)
                     results.append(
                         {
