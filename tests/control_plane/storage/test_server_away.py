@@ -13,7 +13,7 @@ import pytest
 
 from control_plane.database import Connection, Database
 from control_plane.errors import StorageUnavailable
-from control_plane.journal import Journal
+from control_plane.journal import Journal, RequestState
 from control_plane.schema import MIGRATIONS
 from control_plane.settings import DatabaseSettings
 from tests.control_plane.storage.builders import done, events, new_request, query, used
@@ -229,40 +229,67 @@ async def test_a_server_that_hangs_counts_as_away_and_comes_back(away: tuple[Dat
     assert "c" in await names(database)
 
 
+class Cut:
+    """Breaks the connection once, during a commit: behind its effect, or before it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, committed: bool) -> None:
+        from control_plane.database import postgresql as driver
+
+        self.done = False
+        self.armed = True
+        run = driver.PostgresSession._run
+
+        def breaking(session: Any, work: Any) -> Any:
+            if self.done or not self.armed or work.cr_frame.f_locals.get("query") != "COMMIT":
+                return run(session, work)
+            self.done = True
+            if committed:
+                run(session, work)
+            else:
+                work.close()
+            session._raw.terminate()
+            session._lost = True
+            raise driver.ConnectionLost("cut")
+
+        monkeypatch.setattr(driver.PostgresSession, "_run", breaking)
+
+
 @pytest.mark.parametrize("committed", [True, False])
 async def test_a_commit_without_an_answer_is_looked_up_and_done_exactly_once(
     away: tuple[Database, PostgresServer], committed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connection breaks during the commit, behind or before its effect; the caller sees neither."""
-    from control_plane.database import postgresql as driver
-
     database, _ = away
     runs: list[str] = []
-    run = driver.PostgresSession._run
-    broken = False
-
-    def breaking(session: Any, work: Any) -> Any:
-        nonlocal broken
-        if getattr(work, "cr_frame", None) is None or work.cr_frame.f_locals.get("query") != "COMMIT" or broken:
-            return run(session, work)
-        broken = True
-        if committed:
-            run(session, work)
-        else:
-            work.close()
-        session._raw.terminate()
-        session._lost = True
-        raise driver.ConnectionLost("cut")
+    cut = Cut(monkeypatch, committed=committed)
 
     def insert(connection: Connection) -> str:
         put("a")(connection)
         runs.append("insert")
         return "done"
 
-    monkeypatch.setattr(driver.PostgresSession, "_run", breaking)
     assert await database.write(insert) == "done"
-    assert broken and len(runs) == (1 if committed else 2)
+    assert cut.done and len(runs) == (1 if committed else 2)
     assert await names(database) == ["a"]
+
+
+@pytest.mark.parametrize("committed", [True, False])
+async def test_an_acceptance_nobody_can_look_up_is_refused_and_withdrawn_if_it_took_effect(
+    away: tuple[Database, PostgresServer], committed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client was told 503: it must not stay behind as a request that nobody works on."""
+    database, _ = away
+    journal = Journal(database, "gw-1")
+    monkeypatch.setattr(database.driver, "was_committed", lambda unclear: None)
+    cut = Cut(monkeypatch, committed=committed)
+    with pytest.raises(StorageUnavailable) as refused:
+        await journal.accept(new_request(id="r"), ("rep-1", "slot-0"))
+    assert cut.done and refused.value.unclear
+    await journal.tidy()
+    record = await journal.get("r")
+    assert (record is not None) == committed
+    assert record is None or record.state is RequestState.REFUSED
+    assert await journal.adopt() == []
 
 
 async def test_a_database_that_cannot_be_reached_at_the_start_says_which_and_hides_the_password() -> None:
