@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 MIB: Final = 1024 * 1024
 PART_S: Final = 0.05
-LEAST_BYTES: Final = 4 * MIB
+LEAST_BYTES: Final = 8 * MIB
 MOST_BYTES: Final = 32 * MIB
 FIRST_BYTES: Final = 8 * MIB
 """Until something was measured."""
