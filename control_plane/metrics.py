@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from control_plane.live_request import LiveRequest
 from control_plane.records import RequestState
+from control_plane.store_meter import StoreMeter
 
 if TYPE_CHECKING:
     from control_plane.context import AppContext
@@ -48,6 +49,7 @@ class Metrics:
         self.generation_tokens: defaultdict[str, int] = defaultdict(int)
         self.lost_attempts: defaultdict[str, int] = defaultdict(int)
         self.duration_s: defaultdict[str, Histogram] = defaultdict(Histogram)
+        self.store_meter = StoreMeter()
         self.queue_s: defaultdict[str, Histogram] = defaultdict(Histogram)
         self.first_token_s: defaultdict[str, Histogram] = defaultdict(Histogram)
 
@@ -128,34 +130,7 @@ class _Collector:
         for slot_id, slot in context.fleet.slots.items():
             workers.add_metric([slot_id], slot.warm_workers)
         yield workers
-        yield from _store_families(context)
+        yield from metrics.store_meter.families(context)
         stats = context.db.stats
         yield CounterMetricFamily("stoker_journal_commits", "Commits of the database", value=stats.commits)
         yield CounterMetricFamily("stoker_journal_writes", "Writes in those commits", value=stats.writes)
-
-
-def _store_families(context: AppContext) -> Iterator[Any]:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-    yield GaugeMetricFamily(
-        "stoker_object_store_usable", "1 unless its last check failed", value=float(context.store.usable)
-    )
-    use = context.store.use
-    if use is None:
-        return
-    requests = CounterMetricFamily(
-        "stoker_object_store_requests", "Requests to the object store, retries included", labels=["kind"]
-    )
-    moved = CounterMetricFamily("stoker_object_store_bytes", "Payload moved", labels=["kind"])
-    retries = CounterMetricFamily("stoker_object_store_retries", "Requests that repeated a failed one", labels=["kind"])
-    failures = CounterMetricFamily("stoker_object_store_failures", "Requests without a usable answer", labels=["kind"])
-    for kind, counts in use.kinds.items():
-        requests.add_metric([kind], counts.requests)
-        moved.add_metric([kind], counts.nbytes)
-        retries.add_metric([kind], counts.retries)
-        failures.add_metric([kind], counts.failures)
-    yield from (requests, moved, retries, failures)
-    yield GaugeMetricFamily(
-        "stoker_object_store_breaker_open", "1 while the breaker leaves the store alone",
-        value=float(use.breaker != "closed"),
-    )  # fmt: skip

@@ -44,6 +44,7 @@ from function_runtime.protocol import (
     Progress,
     ReplicaSpec,
     Settled,
+    StoreTotals,
     Submit,
     Unknown,
     Welcome,
@@ -70,6 +71,7 @@ class KvRead:
 class KvService(Protocol):
     """Durable KV as the loop sees it; answers come through the inbox."""
 
+    def store_totals(self) -> StoreTotals: ...
     def begin_read(self, held: HeldRequest) -> None: ...
     def may_continue(self, held: HeldRequest, cached_tokens: int) -> bool:
         """Whether stored prefixes may spare a part of its prefill beyond what is cached here."""
@@ -262,7 +264,8 @@ class Serving:
         for link in self._links.values():
             if link.welcome:
                 link.send(self._progress_for(link, progress))
-        self._agent.mention(Report(time=life, running=stats.running, waiting=stats.waiting))
+        totals = self._kv.store_totals() if self._kv is not None else StoreTotals()
+        self._agent.mention(Report(time=life, running=stats.running, waiting=stats.waiting, store=totals))
         for held in self._held.expired(now_ns):
             self._settle(held)
 

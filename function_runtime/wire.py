@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from function_runtime.protocol import ReplicaSpec, ReplicaTime, Stage
+from function_runtime.protocol import ReplicaSpec, ReplicaTime, Stage, StoreTotals
 
 _LENGTH: Final = struct.Struct(">I")
 
@@ -93,6 +93,7 @@ class Report(Word, frozen=True):
     time: ReplicaTime
     running: int
     waiting: int
+    store: StoreTotals = StoreTotals()
 
 
 class Farewell(Word, frozen=True):
@@ -100,6 +101,7 @@ class Farewell(Word, frozen=True):
 
     time: ReplicaTime
     stages: tuple[Stage, ...]
+    store: StoreTotals = StoreTotals()
 
 
 WorkerWord: TypeAlias = Born | Warm | Taken | Ready | LoadFailed | Report | Farewell

@@ -23,7 +23,7 @@ from function_runtime.clock import LifeClock, Stopwatch
 from function_runtime.engine_like import EngineLike
 from function_runtime.errors import SlotError
 from function_runtime.inbox import Inbox
-from function_runtime.protocol import ReplicaSpec
+from function_runtime.protocol import ReplicaSpec, StoreTotals
 from function_runtime.serving import KvService, Serving
 from function_runtime.wire import (
     AgentWord,
@@ -171,7 +171,8 @@ def _live(channel: AgentChannel, builder: EngineBuilder) -> int:
     serving.run()
     if kv is not None:
         kv.close()
-    channel.say(Farewell(time=clock.read(), stages=tuple(serving.stages.stages)))
+    totals = kv.store_totals() if kv is not None else StoreTotals()
+    channel.say(Farewell(time=clock.read(), stages=tuple(serving.stages.stages), store=totals))
     return EXIT_DRAINED
 
 

@@ -24,6 +24,7 @@ from function_runtime.protocol import (
     ReplicaStatus,
     ReplicaTime,
     Stage,
+    StoreTotals,
 )
 
 _S: Final = ReplicaState
@@ -121,6 +122,12 @@ class Replica:
         held_us = (time.monotonic_ns() - self.created_ns) // 1000
         return ReplicaTime(held_us=held_us, cold_us=held_us)
 
+    @property
+    def store(self) -> StoreTotals:
+        worker = self.worker
+        word = None if worker is None else worker.farewell or worker.report
+        return StoreTotals() if word is None else word.store
+
     def status(self) -> ReplicaStatus:
         return ReplicaStatus(
             replica_id=self.id,
@@ -138,6 +145,7 @@ class Replica:
             stages=tuple(self.stages),
             time=self.time,
             memory=self.memory,
+            store=self.store,
             error=self.error,
             exit=self.exit,
             end_reason=self.end_reason,

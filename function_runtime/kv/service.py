@@ -37,7 +37,7 @@ from function_runtime.kv.reader import Capabilities, Reading, Restoration, seque
 from function_runtime.kv.settings import KvReplicaSettings
 from function_runtime.kv.speeds import DIRECTORY_PRIOR, READERS, REMOTE_PRIOR, Measured
 from function_runtime.kv.writer import KvWriter, Pending, Told
-from function_runtime.protocol import KvAsk, KvBad, KvChunk, KvKept, KvKnown, KvSealed
+from function_runtime.protocol import KvAsk, KvBad, KvChunk, KvKept, KvKnown, KvSealed, StoreTotals
 from function_runtime.serving import KvRead, Serving
 from model_loader.errors import LoaderError
 from model_loader.objects import ObjectStore, open_store
@@ -137,6 +137,15 @@ class DurableKv:
     @property
     def writer(self) -> KvWriter:
         return self._writer
+
+    def store_totals(self) -> StoreTotals:
+        if self._opened is None:
+            return StoreTotals()
+        use = self._opened.stats.snapshot()
+        return StoreTotals(
+            use.reads, use.writes, use.deletes, use.read_bytes, use.written_bytes, use.retries, use.failures,
+            breaker_open=use.breaker != "closed",
+        )  # fmt: skip
 
     def _store(self) -> ObjectStore:
         with self._open_lock:

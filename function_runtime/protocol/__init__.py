@@ -63,6 +63,7 @@ from function_runtime.protocol.slots import (
     SlotEvent,
     SlotState,
     Stage,
+    StoreTotals,
 )
 
 __all__ = [
@@ -110,6 +111,7 @@ __all__ = [
     "SlotEvent",
     "SlotState",
     "Stage",
+    "StoreTotals",
     "Submit",
     "TokenEvent",
     "TokenLogprob",

@@ -93,6 +93,20 @@ class ReplicaMemory(Value, frozen=True):
     shared_bytes: int = 0
 
 
+class StoreTotals(Value, frozen=True):
+    """What a replica asked of the object store since its start: requests as a provider bills them, retries included."""
+
+    reads: int = 0
+    writes: int = 0
+    """And listings, which cost the same."""
+    deletes: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    retries: int = 0
+    failures: int = 0
+    breaker_open: bool = False
+
+
 class ReplicaStatus(Value, frozen=True):
     replica_id: str
     function: str
@@ -113,6 +127,8 @@ class ReplicaStatus(Value, frozen=True):
     time: ReplicaTime = ReplicaTime()
     """The last report of the replica; after its end `held_us` is the agent's own measurement."""
     memory: ReplicaMemory = ReplicaMemory()
+    store: StoreTotals = StoreTotals()
+    """By its last report."""
     error: ReplicaError | None = None
     exit: str = ""
     """`exit 0`, `signal 9`, ...; empty while it lives."""

@@ -30,11 +30,32 @@ class KindUse:
 class StoreUse:
     """A moment's counts."""
 
-    kinds: dict[str, KindUse] = field(default_factory=dict)
+    kinds: dict[str, KindUse] = field(default_factory=lambda: {kind: KindUse() for kind in KINDS})
     refused_unasked: int = 0
     """Operations that the open breaker refused."""
     breaker: str = "closed"
     breaker_opened: int = 0
+
+    @property
+    def reads(self) -> int:
+        return self.kinds["get"].requests + self.kinds["head"].requests
+
+    @property
+    def writes(self) -> int:
+        """And listings, which cost the same."""
+        return self.kinds["put"].requests + self.kinds["list"].requests
+
+    @property
+    def deletes(self) -> int:
+        return self.kinds["delete"].requests
+
+    @property
+    def read_bytes(self) -> int:
+        return self.kinds["get"].nbytes
+
+    @property
+    def written_bytes(self) -> int:
+        return self.kinds["put"].nbytes
 
     @property
     def requests(self) -> int:

@@ -75,3 +75,30 @@ def test_a_store_that_no_uri_can_name_ends_the_start_with_the_reason(tmp_path: P
             service.start()
     finally:
         service.close()
+
+
+def test_a_request_survives_its_replica_with_its_kv_in_a_bucket(tmp_path: Path, seaweed: Seaweed) -> None:
+    prefix = f"e2e-kill-{os.getpid()}"
+    body = {"model": "tiny", "prompt": "hello " * 40, "max_tokens": 160, "ignore_eos": True, "temperature": 0}
+    with service_with(tmp_path, seaweed.uri(prefix), ADMIN) as service:
+        service.deploy("tiny", f"file://{make_tiny_llama(tmp_path / 'tiny')}", scaling={"keep_alive": 60})
+        alone = service.call("POST", "/v1/completions", body)["choices"][0]["text"]
+        text, killed = "", False
+        for place, event in service.events("/v1/completions", {**body, "stream": True}):
+            text += "".join(choice["text"] for choice in event.get("choices", ()))
+            if place >= 100 and not killed:
+                killed = service.kill("replica")
+        assert killed and text == alone
+        assert written(service) > 0
+
+
+def written(service: Service) -> float:
+    """Bytes that the function's replicas have stored, by the gateway's metrics."""
+    deadline_s = time.monotonic() + 20
+    while time.monotonic() < deadline_s:
+        for line in service.call("GET", "/metrics").splitlines():
+            name, _, value = line.rpartition(" ")
+            if name == 'stoker_object_store_bytes_total{function="tiny",kind="write"}' and float(value):
+                return float(value)
+        time.sleep(0.1)
+    return 0.0
