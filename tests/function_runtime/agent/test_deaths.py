@@ -8,6 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -134,3 +135,27 @@ def test_kills_at_random_moments_leave_no_dead_replica_counted_as_living(agent: 
     wait_for(settled, 20, "rest")
     ready = {s.pid for s in agent.state().replicas if s.state is ReplicaState.READY}
     assert {p.pid for p in agent.family()} == ready | {agent.process.pid}
+
+
+def test_an_agent_lives_while_any_of_several_control_planes_reads_its_events(tmp_path: Path) -> None:
+    with AgentProcess(tmp_path / "slot", "--orphan-s", "2") as agent:
+        first, second = agent.events(), agent.events()
+        states = [next(events).state for events in (first, second)]
+        assert states[0] is not None and states[0] == states[1]
+        spec = stub_spec()
+        agent.start_replica(spec)
+        for events in (first, second):
+            assert any(
+                event.replica is not None
+                and (event.replica.replica_id, event.replica.state) == (spec.replica_id, ReplicaState.READY)
+                for event in events
+            )
+        first.close()
+        begin_s = time.monotonic()
+        for _ in second:
+            if time.monotonic() - begin_s > 4:
+                break
+        assert agent.process.poll() is None
+        assert agent.replica(spec.replica_id).state is ReplicaState.READY
+        second.close()
+        agent.process.wait(10)

@@ -13,6 +13,7 @@ from function_runtime.protocol import (
     Failed,
     Finished,
     Hello,
+    Progress,
     ReplicaState,
     Settled,
     Tokens,
@@ -247,3 +248,38 @@ def test_links_are_independent(agent: AgentProcess) -> None:
         link.outcome(request)
         assert [e.token_id for _, e in link.tokens(request)] == expected(request)
         link.close()
+
+
+def others_of(link: ReplicaLink, count: int) -> None:
+    """Reads until the replica says that others take this many places."""
+    while link.next(Progress).others != count:
+        pass
+
+
+def test_two_gateways_at_once_each_get_their_own_and_hear_of_the_others_places(agent: AgentProcess) -> None:
+    status = agent.ready(stub_spec(SLOW))
+    with agent.connect(status) as first, agent.connect(status) as second:
+        mine = [first.submit(work(max_tokens=60, request_id=f"cmpl-{number:032x}")) for number in range(2)]
+        others_of(second, 2)
+        theirs = second.submit(work(max_tokens=20, request_id="cmpl-" + "f" * 32))
+        others_of(first, 1)
+        assert second.outcome(theirs).last_seq == 20
+        others_of(first, 0)
+        for request in mine:
+            assert first.outcome(request).last_seq == 60
+            assert [seq for seq, _ in first.tokens(request)] == list(range(1, 61))
+            assert not second.tokens(request)
+
+
+def test_only_the_gateway_it_reports_to_can_end_a_request(agent: AgentProcess) -> None:
+    status = agent.ready(stub_spec(SLOW))
+    with agent.connect(status) as former, agent.connect(status) as heir:
+        request = former.submit(work(max_tokens=40))
+        former.next(Tokens)
+        heir.attach(request, after_seq=0)
+        heir.next(Attached)
+        former.send(Cancel(request_id=request.request_id, epoch=request.epoch))
+        former.next(Unknown)
+        former.settle(request)
+        assert not heir.outcome(request).cancelled
+        assert [seq for seq, _ in heir.tokens(request)] == list(range(1, 41))
