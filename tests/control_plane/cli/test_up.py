@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,3 +89,24 @@ def test_settings_come_from_the_environment_and_the_command_line_wins(data_dir: 
     _, err = bad.process.communicate(timeout=30)
     assert bad.process.returncode == 1
     assert "STOKER_PORT='many'" in json.loads(err)["error"]["message"]
+
+
+def test_two_slots_are_shown_and_both_end_with_down(data_dir: Path) -> None:
+    up = Up(data_dir, "--port", "0", "--slots", "2")
+    up.told()
+    deadline_s = time.monotonic() + 30
+    while "slot-1" not in (said := run("ps", "-d", str(data_dir))).out and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+    assert "slot-0" in said.out and "slot-1" in said.out
+    slots = run("ps", "-d", str(data_dir), "--json").json["slots"]
+    assert len({slot["agent_pid"] for slot in slots}) == 2
+    assert up.end() == 0
+    ended = run("down", "-d", str(data_dir), "--json").json
+    assert len(ended["agent_pids"]) == 2
+    assert processes_of(data_dir.parent) == []
+
+
+def test_no_slots_need_a_database_whose_other_gateways_have_some(data_dir: Path) -> None:
+    alone = run("up", "-d", str(data_dir), "--slots", "0")
+    assert alone.status == 1
+    assert "--database" in alone.err
