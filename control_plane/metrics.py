@@ -131,6 +131,13 @@ class _Collector:
             workers.add_metric([slot_id], slot.warm_workers)
         yield workers
         yield from metrics.store_meter.families(context)
+        gateways = context.gateways
+        yield GaugeMetricFamily("stoker_gateways", "Living gateways, this one too", value=len(gateways.peers) + 1)
+        yield GaugeMetricFamily("stoker_gateway_leads", "1 where the control loop decides", value=int(gateways.leads))
+        yield GaugeMetricFamily("stoker_gateway_holds", "1 while the lease is held", value=int(gateways.held))
+        yield CounterMetricFamily(
+            "stoker_adopted_requests", "Requests taken over from other gateways", value=context.adopting.adopted
+        )
         stats = context.db.stats
         yield CounterMetricFamily("stoker_journal_commits", "Commits of the database", value=stats.commits)
         yield CounterMetricFamily("stoker_journal_writes", "Writes in those commits", value=stats.writes)

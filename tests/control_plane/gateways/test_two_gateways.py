@@ -303,6 +303,8 @@ async def test_of_three_each_request_of_the_dead_is_adopted_by_exactly_one(town:
     texts = await asyncio.gather(*(rest_of(heirs[place % 2], known, 0) for place, known in enumerate(ids)))
     assert {text_of(events) for events in texts} == {answer_of(200)}
     assert sum(gateway.context.adopting.adopted for gateway in heirs) == 8
+    async with second.get("/metrics") as response:
+        assert "stoker_gateways 2.0" in await response.text()
     assert len(submits(town.slot.living[0])) == 8
 
 
