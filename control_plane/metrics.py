@@ -138,6 +138,30 @@ class _Collector:
         yield CounterMetricFamily(
             "stoker_adopted_requests", "Requests taken over from other gateways", value=context.adopting.adopted
         )
+        yield from _kv_families(context)
         stats = context.db.stats
         yield CounterMetricFamily("stoker_journal_commits", "Commits of the database", value=stats.commits)
         yield CounterMetricFamily("stoker_journal_writes", "Writes in those commits", value=stats.writes)
+
+
+def _kv_families(context: AppContext) -> Iterator[Any]:
+    from prometheus_client.core import CounterMetricFamily
+
+    asked, gone = context.kv_desk.counts, context.kv_collection.total
+    for name, text, value in (
+        ("asked", "Prompts for which a replica asked for stored KV", asked.asked),
+        ("hits", "Of these, those that were told of some", asked.hits),
+        ("late", "Of these, those that had no answer in time", asked.late),
+        ("kept_chunks", "Chunks kept after their request was over", asked.chunks_kept),
+        ("not_kept", "Requests whose KV was not worth keeping", asked.not_kept),
+        ("quarantined", "Packs whose bytes were not what was recorded", asked.quarantined),
+        ("orphans", "Packs in the store that nothing named", gone.orphans),
+        ("lost_packs", "Packs of the index that were not in the store", gone.lost_packs),
+        ("unreachable_chunks", "Chunks that went with their prefix", gone.unreachable_chunks),
+        ("worthless_chunks", "Chunks that cost more than they saved", gone.worthless_chunks),
+        ("over_quota_chunks", "Chunks that went because their tenant was over quota", gone.over_quota_chunks),
+        ("deleted_packs", "Packs deleted from the store", gone.deleted_packs),
+        ("deleted_bytes", "Bytes deleted from the store", gone.deleted_bytes),
+        ("deletion_failures", "Deletions the store refused", gone.failures),
+    ):
+        yield CounterMetricFamily(f"stoker_kv_{name}", text, value=value)

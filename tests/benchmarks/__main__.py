@@ -8,7 +8,10 @@ import sys
 
 from tests.benchmarks import report
 
-NAMES = ("output", "cold", "throughput", "control", "journal_load", "kills", "store_reads", "faults", "resume")
+NAMES = (
+    "output", "cold", "throughput", "control", "journal_load", "kills", "store_reads", "faults", "resume", "kv_trace",
+    "kv_cost",
+)  # fmt: skip
 
 
 def main() -> int:
