@@ -3,7 +3,9 @@
 A `Grammars` belongs to an engine: it compiles (llguidance) and keeps what was compiled lately, by digest. A `Guide`
 belongs to a choice; it is made from a compiled grammar and the choice's known tokens, so that a resumed request's is
 the undisturbed one's. Where a text is forced, its tokens are those the model's tokenizer would give. Limits: made and
-compiled off the engine's thread (`guides`); llguidance and the table of tokens are loaded at the first use.
+compiled off the engine's thread (`guides`); llguidance and the table of tokens are loaded at the first use. Measured at
+128,000 tokens: 0.8 s for the table, 10 ms for a schema, 2 ms to take up 300 tokens, and of a step 0.3 ms a choice for
+JSON, up to 8 ms for expressions with large counts.
 """
 
 from __future__ import annotations

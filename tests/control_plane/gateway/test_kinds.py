@@ -36,7 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "echo": {"echo": True, "seed": 8},
     "logit bias": {"logit_bias": {"77": 5, "80": -100}, "seed": 9},
     "min_tokens": {"min_tokens": 10, "logit_bias": {"2": 100}, "seed": 10},
-    "stop tokens": {"stop_token_ids": list(range(20, 50)), "seed": 11},
+    "stop tokens": {"stop_token_ids": list(range(20, 36)), "logit_bias": {"25": 9}, "min_tokens": 6, "seed": 11},
     "ignore_eos": {"ignore_eos": True, "logit_bias": {"2": 100}, "seed": 12},
     "json_object": {"response_format": {"type": "json_object"}, "seed": 13},
     "json_schema": {
