@@ -60,8 +60,10 @@ class AttemptNotes:
         }
         reason = (
             f"carried on after token {after_seq}: KV of {message.loaded_tokens} tokens loaded, "
-            f"{message.recomputed_tokens} recomputed"
+            f"{message.recomputed_tokens} recomputed, {'exact' if message.exact else 'not exact'}"
         )
+        if message.detail:
+            reason = f"{reason}: {message.detail}"
         self._record("resume", request, request.seat, reason, inputs)
 
     def _record(self, kind: str, request: LiveRequest, seat: Seat | None, reason: str, inputs: dict[str, Any]) -> None:
