@@ -15,6 +15,7 @@ NAMES = (
 
 
 def main() -> int:
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded, as a worker's template has it
     os.environ.setdefault("TQDM_DISABLE", "1")  # the reference prints bars of its own
     if flags := [argument for argument in sys.argv[1:] if argument.startswith("-") and argument != "--quick"]:
         print(f"{__doc__}\nNames: {', '.join(NAMES)}; {' '.join(flags)} is not known", file=sys.stderr)
