@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from function_runtime.engine_like import KvLayout
+from function_runtime.kv.checksum import crc32c
 from function_runtime.kv.chunk import ChunkHead, encode_chunk, open_chunk
 from function_runtime.kv.identity import Chain, KvIdentity
 from function_runtime.kv.pack import build_pack
@@ -112,7 +113,17 @@ def directory(folder: Path, pool: concurrent.futures.Executor, packs: int, round
     def every(one: Callable[[int], int]) -> Way:
         return lambda: sum(pool.map(one, range(len(buffers))))
 
-    return in_turns({"plain read and SHA-256": every(plain), "chunks from the directory": every(as_a_resume)}, rounds)
+    def checked(index: int) -> int:
+        """With both checksums that the format holds of these bytes."""
+        nbytes = plain(index)
+        layer_bytes = LAYOUT.nbytes_per_token * CHUNK_TOKENS // LAYOUT.num_layers
+        first = nbytes - layer_bytes * LAYOUT.num_layers
+        for at in range(first, nbytes, layer_bytes):
+            crc32c(buffers[index][at : at + layer_bytes])
+        return nbytes
+
+    ways = {"plain read and SHA-256": plain, "plain read, SHA-256 and CRC32C": checked}
+    return in_turns({**{n: every(w) for n, w in ways.items()}, "chunks from the directory": every(as_a_resume)}, rounds)
 
 
 def s3_ways(server: Seaweed, store: ObjectStore, packs: Sequence[tuple[str, int]],
