@@ -20,6 +20,7 @@ from control_plane.errors import StokerError
 from control_plane.gateway.acceptance import origin_of
 from control_plane.journal import Journal
 from control_plane.kv_desk import KvDesk
+from control_plane.lanes import FunctionKey
 from control_plane.live_request import LiveRequest, TimeLimits
 from control_plane.records import OutcomeError, RequestRecord, RequestState
 from control_plane.request_log import RequestLog
@@ -51,6 +52,8 @@ class Adopting:
         self._kv_desk = kv_desk
         self._task: asyncio.Task[None] | None = None
         self.adopted = 0
+        self.paused_us: Callable[[FunctionKey, int, int], int] = lambda key, since_us, now_us: 0
+        """For how much of this time a function was drained: no limit of its requests ran."""
         self.on_adopted: Callable[[], None] = lambda: None
 
     async def at_start(self) -> None:
@@ -105,6 +108,7 @@ class Adopting:
         live.prefill_ends = record.prefill_ends
         live.cached_tokens = record.cached_tokens
         live.accept_ns = time.monotonic_ns() - max(time.time_ns() - record.created_us * 1000, 0)
+        live.paused_ns = self.paused_us(origin.key, record.created_us, time.time_ns() // 1000) * 1000
         if not origin.durable and record.state is RequestState.RUNNING:
             error = OutcomeError(
                 500, "gateway_lost", "the gateway died and this function keeps no log (durability: off)"

@@ -31,6 +31,7 @@ from control_plane.database import Database
 from control_plane.decisions import Decisions
 from control_plane.demand import Demand, DemandSender
 from control_plane.dispatch import Dispatcher
+from control_plane.drains import Drains
 from control_plane.errors import StokerError
 from control_plane.fleet import Fleet
 from control_plane.functions import ChangeKind, FunctionChange, FunctionStore, ImportState
@@ -49,6 +50,7 @@ from control_plane.live_request import LiveRequest
 from control_plane.loop import ControlLoop
 from control_plane.metrics import Metrics
 from control_plane.object_store import StoreWatch
+from control_plane.parking import Parking
 from control_plane.peers import Peers
 from control_plane.records import RequestState
 from control_plane.seating import Seating
@@ -111,6 +113,10 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
     sender = DemandSender(demand, gateways, peers)
     loop = ControlLoop(settings, functions, serving, dispatcher, fleet, seating, decisions, gateways, demand, sender)
     loop.on_new_agent = importing.slot_appeared
+    drains = Drains(db)
+    loop.parking = Parking(drains, dispatcher, fleet, seating, decisions)
+    loop.parking.poke = loop.poke
+    adopting.paused_us = drains.paused_us
     context = AppContext(
         settings=settings,
         gateway_id=gateway_id,
@@ -123,6 +129,7 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
         keys=keys,
         decisions=decisions,
         dispatcher=dispatcher,
+        drains=drains,
         fleet=fleet,
         seating=seating,
         adopting=adopting,
@@ -183,6 +190,7 @@ async def start_context(context: AppContext, url: str = "", predecessor: str = "
     for function in context.functions.list():
         if function.current.state is not ImportState.READY:
             await context.serving.load_older((function.tenant, function.name))
+    await context.drains.refresh()
     if context.gateways.alone:
         await context.adopting.at_start()
     context.loop.gateways_changed()

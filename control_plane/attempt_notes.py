@@ -1,4 +1,4 @@
-"""What is written down about attempts without anybody waiting for it: placements, losses, and how a resume went.
+"""What is written down about attempts without anybody waiting for it: placements, losses, parkings, how a resume went.
 
 Read by `stoker why`. Limits: a storage that refuses costs only this history, never a request.
 """
@@ -16,7 +16,7 @@ from control_plane.errors import StokerError
 from control_plane.journal import Journal
 from control_plane.lanes import Seat
 from control_plane.live_request import LiveRequest
-from function_runtime.protocol import Accepted
+from function_runtime.protocol import Accepted, Parked
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,17 @@ class AttemptNotes:
         logger.info("event=requeue request=%s epoch=%d reason=%s", request.request_id, request.epoch, reason)
         # Whatever becomes of this write, the next assignment raises the epoch by itself.
         self._write("requeue", self._journal.requeue(request.request_id, request.epoch, reason, request.device))
+
+    def parked(self, request: LiveRequest, message: Parked) -> None:
+        logger.info(
+            "event=parked request=%s epoch=%d after_seq=%d reason=%s",
+            request.request_id, request.epoch, request.log.last_seq, message.reason,
+        )  # fmt: skip
+        reason = f"parked after token {request.log.last_seq}: {message.reason}"
+        self._write("requeue", self._journal.requeue(request.request_id, request.epoch, reason, request.device))
+        stored_tokens = max((chunk.end for chunk in request.kv), default=0)
+        inputs = {"epoch": request.epoch, "after_seq": request.log.last_seq, "kv_stored_tokens": stored_tokens}
+        self._record("parked", request, request.seat, reason, inputs)
 
     def resumed(self, request: LiveRequest, message: Accepted) -> None:
         after_seq = request.log.last_seq

@@ -26,6 +26,7 @@ from function_runtime.protocol import (
     Failed,
     Finished,
     KvSealed,
+    Parked,
     ReplicaMessage,
     Tokens,
     Unknown,
@@ -36,7 +37,8 @@ FRUITLESS_MAX: Final = 8
 
 
 class Attempts:
-    """`arm(request)` sets its timer anew; `again(request)` puts it back in front of its queue."""
+    """`arm(request)` sets its timer anew; `again(request)` puts it back in front of its queue; `closing(seat)` is told
+    of a replica that gives its work back unasked, for it is about to end."""
 
     def __init__(
         self,
@@ -46,12 +48,14 @@ class Attempts:
         endings: Endings,
         arm: Callable[[LiveRequest], None],
         again: Callable[[LiveRequest], None],
+        closing: Callable[[Seat], None],
     ) -> None:
         self._notes = notes
         self._requests = requests
         self._endings = endings
         self._arm = arm
         self._again = again
+        self._closing = closing
         self._commits = Commits(journal, self._concluded, endings.fenced)
 
     def begin(self, request: LiveRequest, seat: Seat) -> None:
@@ -59,6 +63,7 @@ class Attempts:
         request.conclusion = None
         request.device = DeviceTime()
         request.attached = False
+        request.parking = ""
         request.received = request.log.last_seq
         request.submit_ns = time.monotonic_ns()
         request.last_token_ns = 0
@@ -76,16 +81,16 @@ class Attempts:
                 if first:
                     self._arm(request)
             return
-        if isinstance(message, Accepted | Attached | Finished | Failed | KvSealed | Unknown):
+        if isinstance(message, Accepted | Attached | Finished | Failed | KvSealed | Parked | Unknown):
             request = self._requests.get(message.request_id)
             if request is None or request.epoch != message.epoch or request.phase is not Phase.RUNNING:
-                if isinstance(message, Finished | Failed):
+                if isinstance(message, Finished | Failed | Parked):
                     link.settled(message.request_id, message.epoch)
                 return
             self._about(request, message)
 
     def _about(
-        self, request: LiveRequest, message: Accepted | Attached | Finished | Failed | KvSealed | Unknown
+        self, request: LiveRequest, message: Accepted | Attached | Finished | Failed | KvSealed | Parked | Unknown
     ) -> None:
         if isinstance(message, KvSealed):
             self._commits.sealed(request, message)
@@ -101,6 +106,14 @@ class Attempts:
             request.device = message.device
             error = error_of(message, request.origin.sampling)
             self._commits.conclude(request, Lost(f"{message.code}: {message.message}", message.retry, error))
+        elif isinstance(message, Parked):
+            request.device = message.device
+            if not request.parking and request.seat is not None:
+                self._closing(request.seat)
+            if message.last_seq > request.received:
+                self.give_up(request, f"the replica parked it at token {message.last_seq} without sending all")
+            else:
+                self._commits.conclude(request, message)
         elif isinstance(message, Unknown):
             self.give_up(request, "the replica does not know the request")
         elif isinstance(message, Attached):
@@ -130,6 +143,19 @@ class Attempts:
                 self.retry(request, conclusion.reason)
             else:
                 self._endings.end(request, RequestState.FAILED, conclusion.error)
+
+        elif isinstance(conclusion, Parked):
+            if request.seat is not None:
+                request.seat.link.settled(request.request_id, request.epoch)
+            if request.cancelling is not None:
+                self._endings.end(request, request.cancelling, None)
+            elif request.complete:
+                self._endings.end(request, RequestState.DONE, None)
+            else:
+                self._notes.parked(request, conclusion)
+                self._again(request)
+                if request.phase is Phase.QUEUED:
+                    request.log.note = f"parked: {conclusion.reason}"
 
     def retry(self, request: LiveRequest, reason: str) -> None:
         """The attempt is lost; the request goes on with another replica, if there is anything left to do."""

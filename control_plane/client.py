@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from control_plane.resumption import (
+    Broken,
     Call,
     ClientError,
     EventParser,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncClient",
     "AsyncStream",
+    "Broken",
     "Client",
     "ClientError",
     "Endpoint",
@@ -220,27 +222,15 @@ class Stream:
         return self._state.resumes
 
     def __iter__(self) -> Iterator[StreamEvent]:
-        state, patience = self._state, Patience(self._state, self._client._give_up_s)
+        patience = Patience(self._state, self._client._give_up_s, self._client.places.move_on)
         while True:
-            cause: BaseException | str = "the connection ended before the stream did"
+            cause: ClientError | None = None
             try:
                 yield from self._connection()
-                if state.done:
-                    return
-            except HttpError as error:
-                if not error.retryable:
-                    raise
+            except ClientError as error:
                 cause = error
-            except Unreachable as error:
-                if not (error.connected or state.asked):
-                    if not self._client.places.move_on():
-                        raise
-                    continue
-                cause = error
-            except (OSError, http.client.HTTPException) as error:
-                cause = error
-            state.asked = True
-            self._client.places.move_on()
+            if self._state.done:
+                return
             time.sleep(patience.next_pause_s(cause))
 
     def _connection(self) -> Iterator[StreamEvent]:
@@ -257,6 +247,8 @@ class Stream:
                         self._on_status(event.comment)
                     if (found := state.take(event)) is not None:
                         yield found
+        except (OSError, http.client.HTTPException) as error:
+            raise Broken(error) from error
         finally:
             connection.close()
 
@@ -338,46 +330,38 @@ class AsyncStream:
         return self._state.resumes
 
     async def __aiter__(self) -> AsyncIterator[StreamEvent]:
+        patience = Patience(self._state, self._client._give_up_s, self._client.places.move_on)
+        while True:
+            cause: ClientError | None = None
+            try:
+                async for event in self._connection():
+                    yield event
+            except ClientError as error:
+                cause = error
+            if self._state.done:
+                return
+            await asyncio.sleep(patience.next_pause_s(cause))
+
+    async def _connection(self) -> AsyncIterator[StreamEvent]:
         import aiohttp
 
-        state, patience = self._state, Patience(self._state, self._client._give_up_s)
-        while True:
-            cause: BaseException | str = "the connection ended before the stream did"
-            parser = EventParser()
-            try:
-                async with self._client._open(state.call()) as response:
-                    if response.status >= 400:
-                        raise HttpError.from_response(response.status, response.headers, await response.read())
-                    self._client.places.answered()
-                    state.opened(response.headers)
-                    async for data in response.content.iter_any():
-                        for event in parser.feed(data):
-                            if (found := state.take(event)) is not None:
-                                yield found
-                if state.done:
-                    return
-            except HttpError as error:
-                if not error.retryable:
-                    raise
-                cause = error
-            except Unreachable as error:
-                if not state.asked:
-                    if not self._client.places.move_on():
-                        raise
-                    continue
-                cause = error
-            except aiohttp.ClientConnectorError as error:
-                if not state.asked:
-                    url = self._client.endpoint.url
-                    if not self._client.places.move_on():
-                        raise Unreachable(url, error, connected=False) from error
-                    continue
-                cause = error
-            except (aiohttp.ClientError, OSError) as error:
-                cause = error
-            state.asked = True
-            self._client.places.move_on()
-            await asyncio.sleep(patience.next_pause_s(cause))
+        state, parser = self._state, EventParser()
+        try:
+            async with self._client._open(state.call()) as response:
+                if response.status >= 400:
+                    raise HttpError.from_response(response.status, response.headers, await response.read())
+                self._client.places.answered()
+                state.opened(response.headers)
+                async for data in response.content.iter_any():
+                    for event in parser.feed(data):
+                        if (found := state.take(event)) is not None:
+                            yield found
+                    if state.done:
+                        return
+        except aiohttp.ClientConnectorError as error:
+            raise Unreachable(self._client.endpoint.url, error, connected=False) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise Broken(error) from error
 
 
 def encode_query(query: Query | None) -> str:

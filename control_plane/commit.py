@@ -18,7 +18,7 @@ import msgspec
 from control_plane.errors import StokerError
 from control_plane.journal import Journal
 from control_plane.live_request import LiveRequest, Lost, Phase
-from function_runtime.protocol import Finished, KvSealed, TokenEvent, Tokens
+from function_runtime.protocol import Finished, KvSealed, Parked, TokenEvent, Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Commits:
         request.pending.extend(events)
         self.flush(request)
 
-    def conclude(self, request: LiveRequest, conclusion: Finished | Lost) -> None:
+    def conclude(self, request: LiveRequest, conclusion: Finished | Lost | Parked) -> None:
         """The attempt is over; nothing more is taken from it."""
         if request.conclusion is None:
             request.conclusion = conclusion

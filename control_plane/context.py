@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from control_plane.decisions import Decisions
     from control_plane.demand import DemandSender
     from control_plane.dispatch import Dispatcher
+    from control_plane.drains import Drains
     from control_plane.fleet import Fleet
     from control_plane.functions import FunctionStore
     from control_plane.gateway.prompts import PromptMakers
@@ -52,6 +53,7 @@ class AppContext:
     keys: Keys
     decisions: Decisions
     dispatcher: Dispatcher
+    drains: Drains
     fleet: Fleet
     seating: Seating
     adopting: Adopting
@@ -81,6 +83,8 @@ class AppContext:
             await self.keys.refresh()
         if "functions" in what:
             await self.functions.refresh()
+        if "drains" in what:
+            await self.drains.refresh()
         if "slots" in what:
             await self.fleet.look()
 

@@ -20,7 +20,7 @@ from control_plane.attempts import Attempts
 from control_plane.commit import RETRY_S
 from control_plane.decisions import Decisions
 from control_plane.endings import Endings
-from control_plane.errors import Fenced, ModelUnusable, StokerError
+from control_plane.errors import Fenced, FunctionDrained, ModelUnusable, StokerError
 from control_plane.journal import Journal
 from control_plane.lanes import FunctionKey, Lane, Lanes, Seat
 from control_plane.live_request import LiveRequest, Phase
@@ -54,7 +54,9 @@ class Dispatcher:
         """Why no replica of this checkpoint can be had; empty if one can."""
         self.endings = Endings(journal, self.lanes, self.requests, self._left, self._give_up)
         self._timeouts = TimeoutWatch(self._lane_of, self.endings.timed_out)
-        self._attempts = Attempts(journal, self._notes, self.requests, self.endings, self._timeouts.arm, self._again)
+        self._attempts = Attempts(
+            journal, self._notes, self.requests, self.endings, self._timeouts.arm, self._again, self.seat_closing
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self._links: dict[ReplicaLink, Seat] = {}
         self.closing = False
@@ -88,6 +90,9 @@ class Dispatcher:
     def room(self, key: FunctionKey, identity: str, nbytes: int) -> Iterator[None]:
         """Reserve a place in the queue while a request is accepted; refuse what would wait behind too much, or in
         vain."""
+        paused = self.lanes.paused(key)
+        if paused:
+            raise FunctionDrained(f"{key[1]} takes no requests now: {paused}")
         reason = self.unusable(key, identity)
         if reason:
             raise ModelUnusable(reason)
@@ -103,6 +108,8 @@ class Dispatcher:
 
     def _wait(self, request: LiveRequest, lane: Lane, *, front: bool) -> None:
         lane.push(request, front=front)
+        if lane.paused:
+            request.log.note = f"parked: {lane.paused}"
         self._timeouts.arm(request)
         self.pump(lane)
         self.on_demand(lane.key, bool(lane.waiting))
@@ -187,6 +194,9 @@ class Dispatcher:
         if request.cancelling is not None:
             self.endings.end(request, request.cancelling, request.cancel_error)
             return
+        if request.parking:
+            self._again(request)  # nothing was begun under this epoch; the next assignment closes it
+            return
         if seat.replica_id not in self._lane_of(request).seats:
             self._attempts.retry(request, "the replica went away before it took the request")
             return
@@ -198,6 +208,7 @@ class Dispatcher:
         request.leave_seat()
         request.close_stage()
         request.move(Phase.QUEUED)
+        request.parking = ""
         request.log.note = "waiting for another replica"
         if not self.closing:
             self._wait(request, self._lane_of(request), front=True)
@@ -232,6 +243,39 @@ class Dispatcher:
             if request.phase is Phase.RUNNING:
                 self._attempts.give_up(request, f"replica {seat.replica_id} was lost: {reason}")
         self.on_seat_lost(seat, reason)
+
+    # --- parking ---
+
+    def park_seat(self, seat: Seat, reason: str, within_s: float) -> None:
+        """No new requests for this replica, and what it runs is put back to wait. Idempotent."""
+        self.seat_closing(seat)
+        # Each goes to the front of the queue, so the first accepted goes last.
+        for request in reversed(list(seat.in_flight.values())):
+            self._park(request, seat, reason, within_s)
+
+    def _park(self, request: LiveRequest, seat: Seat, reason: str, within_s: float) -> None:
+        if request.parking or request.cancelling is not None:
+            return
+        if request.phase is Phase.RUNNING:
+            request.parking = reason
+            seat.link.park(request.request_id, request.epoch, reason)
+            asyncio.get_running_loop().call_later(within_s, self._park_overdue, request, request.epoch, within_s)
+        elif request.phase is Phase.ASSIGNING:
+            request.parking = reason
+
+    def _park_overdue(self, request: LiveRequest, epoch: int, within_s: float) -> None:
+        if request.phase is Phase.RUNNING and request.epoch == epoch and request.seat is not None:
+            request.seat.link.cancel(request.request_id, epoch)
+            self._attempts.give_up(request, f"the replica did not park it within {within_s:g} s")
+
+    def pause(self, key: FunctionKey, reason: str) -> None:
+        """A function that takes no work; what waits there keeps its place, with no limit running. Empty: go on."""
+        for lane in self.lanes.pause(key, reason):
+            for request in lane.waiting:
+                self._timeouts.arm(request)
+                request.log.note = f"parked: {reason}" if reason else "waiting for a replica"
+            self.pump(lane)
+            self._changed(lane)
 
     # --- ending ---
 

@@ -4,7 +4,7 @@
       InvalidRequest 400   Unauthenticated 401   Forbidden 403   NotFound 404   Conflict 409 (Fenced)
       TooLarge 413   Unprocessable 422   Saturated 429   Internal 500
       Unavailable 503 (StorageUnavailable (LeaseLapsed), Elsewhere,
-        ObjectStoreUnavailable, ModelLoading, ModelUnusable)
+        ObjectStoreUnavailable, ModelLoading, FunctionDrained, ModelUnusable)
 
 `control_plane.api.middleware` maps the tree to HTTP in one place; `body()` is also what an SSE stream sends once its
 200 is out. Limits: messages are shown to clients, so they name the field or object and what to do, never a path or a
@@ -202,6 +202,22 @@ class ModelLoading(Unavailable):
     """No replica is ready and the client asked not to wait; `retry_after_s` comes from measured starts."""
 
     default_code = "model_loading"
+
+
+class FunctionDrained(Unavailable):
+    """An operator has drained the function; what it had accepted waits, new requests are told to come back."""
+
+    default_code = "function_drained"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = 30.0,
+    ) -> None:
+        super().__init__(message, param=param, code=code, retry_after_s=retry_after_s)
 
 
 class ModelUnusable(Unavailable):

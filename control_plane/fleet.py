@@ -63,6 +63,8 @@ class Fleet:
         """Told of every change: the new status and the one before."""
         self.on_slot: Callable[[str, bool], None] = lambda slot_id, anew: None
         """Told when a slot came into sight (`anew`: under another agent) or went out of it."""
+        self.is_closed: Callable[[str], bool] = lambda slot_id: False
+        """Whether a slot takes no new replica."""
         self._closed: set[str] = set()
         self._empty: set[str] = set()
         """Slots out of sight that are known to have no agent, and so no replicas."""
@@ -124,6 +126,7 @@ class Fleet:
                 weights_in_pool=any(e.identity == pool_identity and e.state == "ready" for e in state.pool),
             )
             for slot_id, state in self.slots.items()
+            if not self.is_closed(slot_id)
         ]
         return place_replica(homes)
 

@@ -353,6 +353,7 @@ class Journal(History):
         """Outcome, usage and ledger rows in one transaction. True also when this very end was written before; False
         when fenced. Raises `StorageUnavailable` (try again) while an append that precedes it is not in the log."""
         payload = _encode(outcome)
+        kept_s = self._retention.log_s if outcome.kept_s is None else outcome.kept_s
 
         def run(connection: Connection) -> bool | None:
             now = now_us()
@@ -363,7 +364,7 @@ class Journal(History):
                 "state": outcome.state.value,
                 "outcome": payload,
                 "now": now,
-                "expires_us": now + round(self._retention.log_s * 1e6),
+                "expires_us": now + round(kept_s * 1e6),
                 "last_seq": outcome.last_seq,
             }
             seen = standing_of(connection.execute(sql.FINISH, values).fetchone())

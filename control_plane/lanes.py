@@ -112,8 +112,12 @@ class Lane:
         self._active_since_s: float | None = None
         self._idle_since_s = self.created_s
         self._demand: deque[tuple[int, int]] = deque()
+        self.paused = ""
+        """Why nothing of this lane may run now (its function is drained); what waits keeps waiting, its limits stand
+        still."""
         self._cold_ns = 0
         self._queue_ns = 0
+        self._paused_ns = 0
         self._clock_ns = time.monotonic_ns()
         self._was_ready = False
 
@@ -162,6 +166,7 @@ class Lane:
     def push(self, request: LiveRequest, *, front: bool = False) -> None:
         self._tick()
         request.cold_base_ns, request.queue_base_ns = self._cold_ns, self._queue_ns
+        request.paused_base_ns = self._paused_ns
         if front:
             self.waiting.appendleft(request)
         else:
@@ -188,6 +193,7 @@ class Lane:
         cold_ns, queue_ns = self.waited_ns(request)
         request.stages.cold_start_us += cold_ns // 1000
         request.stages.queue_us += queue_ns // 1000
+        request.paused_ns += self._paused_ns - request.paused_base_ns
 
     # --- clocks ---
 
@@ -197,7 +203,9 @@ class Lane:
 
     def _tick(self) -> None:
         now_ns = time.monotonic_ns()
-        if self._was_ready:
+        if self.paused:
+            self._paused_ns += now_ns - self._clock_ns
+        elif self._was_ready:
             self._queue_ns += now_ns - self._clock_ns
         else:
             self._cold_ns += now_ns - self._clock_ns
@@ -209,17 +217,27 @@ class Lane:
         was, self._was_ready = self._was_ready, self.ready
         return was is not self._was_ready
 
+    def pause(self, reason: str) -> None:
+        """Empty: go on. The clocks change over at this moment."""
+        self._tick()
+        self.paused = reason
+
     def waited_ns(self, request: LiveRequest) -> tuple[int, int]:
         """(without any ready replica, with all replicas full), since the request was last queued."""
         self._tick()
         return self._cold_ns - request.cold_base_ns, self._queue_ns - request.queue_base_ns
+
+    def paused_for_ns(self, request: LiveRequest) -> int:
+        """Since it was last queued."""
+        self._tick()
+        return self._paused_ns - request.paused_base_ns
 
     # --- seats ---
 
     def choose(self, request: LiveRequest) -> tuple[Seat, Placement | None] | None:
         """The seat for a request, and the placement where there was a choice."""
         free = [seat for seat in self.seats.values() if seat.has_room]
-        if not free:
+        if not free or self.paused:
             return None
         if len(free) == 1:
             return free[0], None
@@ -238,12 +256,29 @@ class Lanes:
         self.share: Callable[[int], int] = lambda bound: bound
         """This gateway's part of a bound that holds for all gateways together."""
         self._lanes: dict[tuple[FunctionKey, str], Lane] = {}
+        self._paused: dict[FunctionKey, str] = {}
 
     def of(self, key: FunctionKey, identity: str) -> Lane:
         lane = self._lanes.get((key, identity))
         if lane is None:
             lane = self._lanes[key, identity] = Lane(key, identity)
+            lane.pause(self._paused.get(key, ""))
         return lane
+
+    def paused(self, key: FunctionKey) -> str:
+        """Why the function takes no work; empty if it does."""
+        return self._paused.get(key, "")
+
+    def pause(self, key: FunctionKey, reason: str) -> list[Lane]:
+        """Empty reason: go on. The function's lanes, now so."""
+        if reason:
+            self._paused[key] = reason
+        else:
+            self._paused.pop(key, None)
+        lanes = self.of_function(key)
+        for lane in lanes:
+            lane.pause(reason)
+        return lanes
 
     def find(self, key: FunctionKey, identity: str) -> Lane | None:
         return self._lanes.get((key, identity))

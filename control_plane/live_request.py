@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Final
 from control_plane.gateway.parsing import RenderOptions
 from control_plane.records import Outcome, OutcomeError, RequestState, StageTimes
 from control_plane.request_log import End, RequestLog
-from function_runtime.protocol import DeviceTime, Finished, KvChunk, Reuse, Sampling, TokenEvent, Work
+from function_runtime.protocol import (
+    DeviceTime,
+    Finished,
+    KvChunk,
+    Parked,
+    Reuse,
+    Sampling,
+    TokenEvent,
+    Work,
+)
 
 if TYPE_CHECKING:
     from control_plane.lanes import Seat
@@ -56,6 +65,8 @@ class TimeLimits:
     """Between two tokens."""
     total_s: float
     """From acceptance to the end."""
+    kept_s: float | None = None
+    """How long after the end the answer is kept for readers that come back; None: the service's retention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +148,9 @@ class LiveRequest:
         "last_token_ns",
         "log",
         "origin",
+        "parking",
+        "paused_base_ns",
+        "paused_ns",
         "pending",
         "pending_ends",
         "phase",
@@ -166,11 +180,13 @@ class LiveRequest:
         self.committing: asyncio.Future[None] | None = None
         """An append is under way; done when it is in the log (or refused for good)."""
         self.committing_events: list[TokenEvent] = []
-        self.conclusion: Finished | Lost | None = None
+        self.conclusion: Finished | Lost | Parked | None = None
         """What the attempt came to; acted upon when everything it sent is committed."""
         self.cancelling: RequestState | None = None
         """How it is to end as soon as its replica (or its assignment) lets go."""
         self.cancel_error: OutcomeError | None = None
+        self.parking = ""
+        """Why its replica was asked to put it back (or is to be, once it has it)."""
         self.kv: list[KvChunk] = []
         self.prefill_ends: tuple[int, ...] = ()
         self.cached_tokens = 0
@@ -185,6 +201,9 @@ class LiveRequest:
         self.last_token_ns = 0
         self.cold_base_ns = 0
         self.queue_base_ns = 0
+        self.paused_base_ns = 0
+        self.paused_ns = 0
+        """How long it waited while its function was drained: none of its limits counts that."""
         self.stages = Stages()
         self.timer: asyncio.TimerHandle | None = None
 
@@ -221,13 +240,13 @@ class LiveRequest:
 
     def keep_for_later(self, away_s: float) -> None:
         """The journal has been away for so long: readers are told how to come back, and may leave without harm."""
-        name = "chat/completions" if self.request_id.startswith("chatcmpl-") else "completions"
+        way_back = self.origin.options.endpoint.way_back(self.request_id, self.log.last_seq)
         self.detached = True
         self.log.pause(
             OutcomeError(
                 503, "storage_unavailable",
                 f"the database has been away for {away_s:.0f} s. The request is kept and goes on when it is back: read "
-                f"on with GET /v1/{name}/{self.request_id}/stream and Last-Event-ID: {self.log.last_seq}", True,
+                f"on with {way_back}", True,
             )
         )  # fmt: skip
 
@@ -272,6 +291,7 @@ class LiveRequest:
             finish_reasons=tuple(reasons[choice] for choice in sorted(reasons)),
             error=error,
             device=self.device,
+            kept_s=self.origin.limits.kept_s,
             stages=StageTimes(
                 queue_us=stages.queue_us,
                 cold_start_us=stages.cold_start_us,

@@ -25,6 +25,7 @@ from control_plane.functions import Function, FunctionChange, FunctionStore, Rev
 from control_plane.gateways import Gateways
 from control_plane.lanes import FunctionKey, Lane
 from control_plane.observation import WINDOW_S, Observation
+from control_plane.parking import Parking
 from control_plane.peers import DemandAnswer, DemandReport, Refusal
 from control_plane.records import OutcomeError, RequestState
 from control_plane.seating import Seating
@@ -77,6 +78,8 @@ class ControlLoop:
         self._told: dict[FunctionKey, str] = {}
         self._warm_target = -1
         self.stopped = False
+        self.parking: Parking | None = None
+        """Carries out what operators have drained."""
         self.on_new_agent: Callable[[str], None] = lambda slot_id: None
         """Told of a slot that has a new agent, which knows nothing yet."""
         self.on_lead: Callable[[bool], None] = lambda leads: None
@@ -284,6 +287,8 @@ class ControlLoop:
         living = self._fleet.living(key)
         if function is None:
             self._wind_up(key, lanes, living)
+            return
+        if self.parking is not None and self.parking.tend(key, living):
             return
         target = self._serving.target(function)
         if target is None:

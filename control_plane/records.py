@@ -106,6 +106,8 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     error: OutcomeError | None = None
     device: DeviceTime = DeviceTime()
     stages: StageTimes = StageTimes()
+    kept_s: float | None = None
+    """How long the log and the input are kept from now on; None: the service's retention."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from function_runtime.protocol import (
     Hello,
     KvChunk,
     KvKnown,
+    Park,
     Progress,
     ReplicaMessage,
     Settled,
@@ -101,6 +102,9 @@ class ReplicaLink(asyncio.Protocol):
 
     def cancel(self, request_id: str, epoch: int) -> None:
         self._send(Cancel(request_id, epoch))
+
+    def park(self, request_id: str, epoch: int, reason: str) -> None:
+        self._send(Park(request_id, epoch, reason))
 
     def settled(self, request_id: str, epoch: int) -> None:
         self._send(Settled(request_id, epoch))

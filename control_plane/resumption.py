@@ -10,19 +10,20 @@ from __future__ import annotations
 import json
 import time
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 1.0
-MOVED: Final = frozenset({"taken_over", "with_another_gateway", "gateway_lapsed"})
-"""Codes of errors inside a stream that are about the gateway and not about the request: it is read on elsewhere."""
+COME_BACK: Final = frozenset({"storage_unavailable", "taken_over", "with_another_gateway", "gateway_lapsed"})
+"""Codes of errors inside a stream that are about the gateway or its database and not about the request: the rest is
+there for a reader that comes back, here or elsewhere."""
 RETRIED_STATUS: Final = frozenset({408, 429, 502, 503, 504})
 
 
 class ClientError(Exception):
-    """ClientError > Unreachable, HttpError, StreamLost."""
+    """ClientError > Unreachable, Broken, HttpError, StreamLost."""
 
 
 class Unreachable(ClientError):
@@ -32,6 +33,13 @@ class Unreachable(ClientError):
         super().__init__(f"nothing answers at {url} ({_reason(cause)})")
         self.url = url
         self.connected = connected
+
+
+class Broken(ClientError):
+    """A connection broke while its answer was read."""
+
+    def __init__(self, cause: BaseException | str) -> None:
+        super().__init__(_reason(cause))
 
 
 class StreamLost(ClientError):
@@ -220,8 +228,8 @@ class StreamState:
                 code=error.get("code"),
                 kind=error.get("type"),
                 param=error.get("param"),
-                retryable=error.get("code") in MOVED,
                 request_id=self.request_id,
+                retryable=error.get("code") in COME_BACK,
             )
         if self.request_id is None and isinstance(body.get("id"), str):
             self.request_id = body["id"]
@@ -235,16 +243,31 @@ class StreamState:
 
 
 class Patience:
-    """Pauses between attempts: they double, and end with StreamLost once nothing has moved for `give_up_s`."""
+    """What becomes of a stream whose connection ended before it did: the error, where another connection would not
+    help, or a pause. Pauses double, and end with StreamLost once nothing has moved for `give_up_s`."""
 
-    def __init__(self, state: StreamState, give_up_s: float) -> None:
+    def __init__(self, state: StreamState, give_up_s: float, move_on: Callable[[], bool] = lambda: False) -> None:
+        """`move_on` turns to another address; False: there is none that was not tried."""
         self._state = state
+        self._move_on = move_on
         self._give_up_s = give_up_s
         self._pause_s = FIRST_PAUSE_S
         self._seen = (0, 0)
         self._since_s = time.monotonic()
 
-    def next_pause_s(self, cause: BaseException | str) -> float:
+    def next_pause_s(self, cause: ClientError | None) -> float:
+        """None: the connection ended in order, but without the end of the stream. Raises what is not to be retried."""
+        if isinstance(cause, HttpError) and not cause.retryable:
+            raise cause
+        if isinstance(cause, Unreachable) and not (cause.connected or self._state.asked):
+            if not self._move_on():
+                raise cause
+            return 0.0
+        self._state.asked = True
+        self._move_on()
+        return self._pause_after(cause or "the connection ended before the stream did")
+
+    def _pause_after(self, cause: BaseException | str) -> float:
         now_s = time.monotonic()
         seen = (self._state.cursor, len(self._state.statuses))
         if seen != self._seen:

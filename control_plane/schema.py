@@ -368,4 +368,21 @@ _FOURTH: Final = Migration(
     ),
 )
 
-MIGRATIONS: Final[tuple[Migration, ...]] = (_FIRST, _SECOND, _GATEWAYS, _FOURTH)
+_DRAINS: Final = Migration(
+    5,
+    "functions and slots that operators drain",
+    (
+        """
+        CREATE TABLE drains (
+            kind TEXT NOT NULL,
+            tenant TEXT NOT NULL,
+            name TEXT NOT NULL,
+            since_us BIGINT NOT NULL,
+            until_us BIGINT,
+            reason TEXT NOT NULL,
+            PRIMARY KEY (kind, tenant, name, since_us)
+        ) {clustered}""",
+    ),
+)
+
+MIGRATIONS: Final[tuple[Migration, ...]] = (_FIRST, _SECOND, _GATEWAYS, _FOURTH, _DRAINS)

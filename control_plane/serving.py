@@ -56,6 +56,7 @@ def limits_of(revision: Revision) -> TimeLimits:
         first_token_s=timeouts.first_token_s,
         idle_s=timeouts.idle_s,
         total_s=timeouts.total_s,
+        kept_s=revision.spec.retention_s,
     )
 
 

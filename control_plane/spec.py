@@ -146,13 +146,17 @@ class FunctionSpec(_Part):
     """What becomes of new requests while the object store cannot be used. best_effort: they run, and what a replica
     that dies had computed is computed again; required: they get 503, for contexts too long to be computed twice."""
     on_disconnect: Literal["cancel", "detach"] = "cancel"
-    """What becomes of the work when its client goes away."""
+    """What becomes of the work when its client goes away. `detach` finishes it (within `timeouts.total_s`) and keeps
+    the answer for the reader as long as `retention_s` says."""
     resume: Literal["exact", "fast"] = "exact"
     """How a request that lost its replica computes what is not in the store: as the first time, prefill in the same
     chunks and generated tokens one by one, so that it goes on byte for byte; or all at once, sooner and not exactly."""
     share_prefixes: Literal["tenant", "function", "none"] = "tenant"
     """Who may use the stored KV of a prompt that begins alike: functions of the tenant with the same checkpoint, this
     function only, or nobody. Other tenants never do."""
+    retention_s: float | None = Field(default=None, ge=0, le=366 * 86400, allow_inf_nan=False)
+    """How long the log and the answer of a request are kept after its end, for a reader that comes back; None: the
+    service's (`STOKER_LOG_RETENTION_S`)."""
     env: dict[str, str] = Field(default={}, max_length=100)
     """Environment of the replica."""
     secrets: dict[str, str] = Field(default={}, max_length=100)

@@ -1,7 +1,7 @@
 """Every limit of a request on its own: cold start, queue, first token, silence between tokens, total.
 
 One timer per request, set for the earliest limit of its phase and looked at again when it fires; a token moves no
-timer. Limits: resolution is the event loop's.
+timer. While a function is drained its requests wait without any limit running. Limits: resolution is the event loop's.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class TimeoutWatch:
 
     def arm(self, request: LiveRequest) -> None:
         request.stop_timer()
+        if request.phase is Phase.QUEUED and self._lane_of(request).paused:
+            return  # armed again when its function goes on
         left_s, _ = self._next(request)
         loop = asyncio.get_running_loop()
         request.timer = loop.call_later(max(left_s, 0.0) + _SLACK_S, self._fired, request)
@@ -56,10 +58,11 @@ class TimeoutWatch:
     def _next(self, request: LiveRequest) -> tuple[float, Limit]:
         """Seconds left of the earliest limit, and which it is."""
         limits, now_ns = request.origin.limits, time.monotonic_ns()
-        total = limits.total_s - (now_ns - request.accept_ns) / 1e9, Limit.TOTAL
+        total = limits.total_s - (now_ns - request.accept_ns - request.paused_ns) / 1e9, Limit.TOTAL
         if request.phase is Phase.QUEUED:
             lane = self._lane_of(request)
             cold_ns, queue_ns = lane.waited_ns(request)
+            total = total[0] + lane.paused_for_ns(request) / 1e9, Limit.TOTAL
             if lane.ready:
                 other = limits.queue_s - queue_ns / 1e9, Limit.QUEUE
             else:

@@ -91,7 +91,7 @@ class Upkeep:
     async def _refresh(self) -> None:
         """News of other gateways that did not reach this one."""
         if not self._context.gateways.alone:
-            await self._context.look_again(("keys", "functions", "slots"))
+            await self._context.look_again(("keys", "functions", "slots", "drains"))
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -146,3 +146,4 @@ class Upkeep:
             await asyncio.sleep(MORE_S)
         await context.decisions.sweep(context.settings.retention.decision_s)
         await context.kv_collection.sweep()
+        await context.drains.sweep(context.settings.retention.request_s)

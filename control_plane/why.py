@@ -23,7 +23,7 @@ Event = dict[str, Any]
 
 async def explain(context: AppContext, what: str, tenant: str) -> dict[str, Any]:
     """By request id, replica id or function name."""
-    if what.startswith(("chatcmpl-", "cmpl-")):
+    if what.startswith(("chatcmpl-", "cmpl-", "resp_")):
         return await _request(context, what, tenant)
     if what.startswith("rep-"):
         return await _replica(context, what, tenant)

@@ -15,6 +15,7 @@ from function_runtime.protocol import (
     Failed,
     Finished,
     KvSealed,
+    Parked,
     ReplicaMessage,
     Tokens,
     Work,
@@ -31,7 +32,7 @@ KEEP_ENDED: Final = 4096
 class HeldRequest:
     __slots__ = (
         "accepted", "cached_tokens", "decode_us", "ended_ns", "in_engine", "kv", "link", "messages", "next_seq",
-        "outcome", "prefill_us", "work",
+        "outcome", "parking", "prefill_us", "work",
     )  # fmt: skip
 
     def __init__(self, work: Work, link: GatewayLink | None) -> None:
@@ -44,7 +45,9 @@ class HeldRequest:
         self.decode_us = 0
         self.cached_tokens = 0
         self.kv: list[KvSealed] = []
-        self.outcome: Finished | Failed | None = None
+        self.outcome: Finished | Failed | Parked | None = None
+        self.parking = ""
+        """Why it is being put away: out of the engine, its KV is being stored."""
         self.in_engine = False
         self.ended_ns = 0
 
@@ -96,7 +99,7 @@ class HeldRequest:
         self.kv.append(message)
         self.tell(message)
 
-    def end(self, outcome: Finished | Failed, now_ns: int) -> None:
+    def end(self, outcome: Finished | Failed | Parked, now_ns: int) -> None:
         self.outcome = outcome
         self.in_engine = False
         self.ended_ns = now_ns
@@ -127,6 +130,23 @@ class HeldRequest:
             ),
             now_ns,
         )
+
+    def park(self, now_ns: int) -> None:
+        self.end(
+            Parked(
+                request_id=self.id,
+                epoch=self.epoch,
+                last_seq=self.next_seq - 1,
+                device=self.device,
+                reason=self.parking,
+            ),
+            now_ns,
+        )
+
+    @property
+    def goes_on(self) -> bool:
+        """It has ended here and goes on elsewhere: its stored KV is needed there."""
+        return isinstance(self.outcome, Parked) or (isinstance(self.outcome, Failed) and self.outcome.retry)
 
     def replay(self, after_seq: int) -> Iterator[ReplicaMessage]:
         """What a reader that has everything up to `after_seq` lacks."""

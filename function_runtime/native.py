@@ -28,8 +28,9 @@ from function_runtime.kv.identity import KvIdentity
 from function_runtime.kv.reader import Capabilities
 from function_runtime.kv.service import DurableKv
 from function_runtime.kv.speeds import Measured
+from function_runtime.kv_service import KvService
 from function_runtime.protocol import ReplicaSpec, Work
-from function_runtime.serving import KvService, Serving
+from function_runtime.serving import Serving
 from model_loader.errors import LoaderError
 from model_loader.manifest import Manifest
 from model_loader.prepared import PreparedFile

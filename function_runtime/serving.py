@@ -11,26 +11,30 @@ from __future__ import annotations
 
 import hmac
 import selectors
+import signal
 import socket
 import sys
+import threading
 import time
 import traceback
-from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
 from function_runtime.agent_channel import AgentChannel, AgentGone
 from function_runtime.clock import LifeClock, Stopwatch
-from function_runtime.engine_like import DoubtLike, EngineLike, RestoredKv
+from function_runtime.engine_like import DoubtLike, EngineLike
 from function_runtime.errors import EngineFault
-from function_runtime.gateway_link import HELLO_WITHIN_S, GatewayLink
+from function_runtime.gateway_link import GatewayLink
+from function_runtime.gateway_links import GatewayLinks
 from function_runtime.held import HeldRequest, HeldRequests
 from function_runtime.inbox import Inbox
-from function_runtime.kv.arrival import Arrival
+from function_runtime.kv_service import KvRead, KvService
+from function_runtime.parking import Parking
 from function_runtime.protocol import (
     HEARTBEAT_S,
     PROTOCOL_VERSION,
+    STALLED_AFTER_S,
     Accepted,
     Attach,
     Attached,
@@ -38,9 +42,9 @@ from function_runtime.protocol import (
     GatewayMessage,
     Hello,
     KvBad,
-    KvChunk,
     KvKnown,
     KvSealed,
+    Park,
     Progress,
     ReplicaSpec,
     Settled,
@@ -54,56 +58,12 @@ from function_runtime.wire import AgentWord, Drain, Ping, Report
 
 _BUSY_BEAT_NS: Final = int(HEARTBEAT_S / 2 * 1e9)
 _IDLE_BEAT_NS: Final = 1_000_000_000
-MAX_LINKS: Final = 64
 FLUSH_WITHIN_S: Final = 5.0
-"""How long an ending replica may spend on storing the KV of what it could not finish."""
-
-
-@dataclass(frozen=True, slots=True)
-class KvRead:
-    """What came back from the store for a request: a gapless, verified beginning of each choice, or nothing."""
-
-    restored: RestoredKv | Arrival | None
-    duration_us: int
-    detail: str = ""
-
-
-class KvService(Protocol):
-    """Durable KV as the loop sees it; answers come through the inbox."""
-
-    def store_totals(self) -> StoreTotals: ...
-    def begin_read(self, held: HeldRequest) -> None: ...
-    def may_continue(self, held: HeldRequest, cached_tokens: int) -> bool:
-        """Whether stored prefixes may spare a part of its prefill beyond what is cached here."""
-        ...
-
-    def begin_ask(self, held: HeldRequest) -> None:
-        """Ask for them; a read or nothing comes of it, in time."""
-        ...
-
-    def hear(self, known: KvKnown) -> None: ...
-    def distrust(self, chunk: KvChunk) -> None:
-        """Its pack is not named any more."""
-        ...
-
-    def has_already(self, held: HeldRequest, choice: int, start: int, end: int) -> bool:
-        """Whether these positions need no copy: they are stored, and named for this request, or about to be."""
-        ...
-
-    def write(self, held: HeldRequest, choice: int, start: int, end: int, data: memoryview) -> None: ...
-    def flush(self, within_s: float) -> None:
-        """Blocks until everything queued is stored (and its `KvSealed` posted), or the time is over."""
-        ...
-
-    def finished(self, held: HeldRequest) -> None:
-        """The request is about to end: decide what of its KV is kept."""
-        ...
-
-    def release(self, held: HeldRequest) -> None:
-        """The request is settled: its chunks may go."""
-        ...
-
-    def close(self) -> None: ...
+"""How long an ending replica may spend on storing the KV of what it could not finish, and parking on storing that of
+what it puts away."""
+STOOD_STILL_NS: Final = int((STALLED_AFTER_S - 2.0) * 1e9)
+"""A loop that finds itself this late was stopped. Its gateways may have given it up already (after `STALLED_AFTER_S`,
+counted from a heartbeat that may be a step older than the loop's last turn), so it gives its requests up too."""
 
 
 class Serving:
@@ -128,14 +88,16 @@ class Serving:
         self._inbox = inbox
         self._kv = kv
         self._held = HeldRequests()
-        self._links: dict[int, GatewayLink] = {}
         self._selector = selectors.DefaultSelector()
+        self._links = GatewayLinks(self._selector, self._held.detach)
         self._steps = 0
         self._lease_ns = 0
         self._last_ping_ns = time.monotonic_ns()
         self._next_beat_ns = 0
         self._drain: Drain | None = None
         self._drain_until_ns = 0
+        self._parking = Parking(inbox, kv, FLUSH_WITHIN_S)
+        self._turn_ns = time.monotonic_ns()
         self.stages = Stopwatch()
 
     # --- the loop -------------------------------------------------------------------------------------------------
@@ -143,6 +105,9 @@ class Serving:
     def run(self) -> None:
         """Returns when drained. Raises `AgentGone`, or whatever broke the engine after failing its requests."""
         self._listener.setblocking(False)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, lambda *_: self._inbox.post(lambda: self._obey(Drain(0.0, "SIGTERM"))))
+        self._turn_ns = time.monotonic_ns()
         for item in (self._listener, self._agent.socket, self._inbox):
             self._selector.register(item, selectors.EVENT_READ, item)
         while not self._may_end():
@@ -162,6 +127,7 @@ class Serving:
             if self._drain is not None:
                 timeout_s = min(timeout_s, max(0.0, (self._drain_until_ns - begin_ns) / 1e9))
         ready = self._selector.select(timeout_s)
+        self._turn()
         if idle:
             self._clock.add_idle(time.monotonic_ns() - begin_ns)
         for key, mask in ready:
@@ -172,13 +138,33 @@ class Serving:
                 if mask & selectors.EVENT_READ:
                     self._hear(source)
             elif source is self._listener:
-                self._accept()
+                self._links.accept(self._listener)
             elif source is self._inbox:
                 self._inbox.run_all()
             else:
                 for word in self._agent.receive():
                     self._obey(word)
-        self._tend_links()
+        self._links.tend()
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether the loop turns; False in a process that was stopped and has not looked at the clock yet. For helpers
+        about to change what others may own by now."""
+        return time.monotonic_ns() - self._turn_ns < STOOD_STILL_NS
+
+    def _turn(self) -> None:
+        """To be called before anything that came meanwhile is looked at."""
+        now_ns = time.monotonic_ns()
+        late_ns = now_ns - self._turn_ns
+        if late_ns >= STOOD_STILL_NS:
+            print(f"the loop stood still for {late_ns / 1e9:.1f} s: every request is given up", file=sys.stderr)
+            for held in self._held.live:
+                if held.in_engine:
+                    self._engine.cancel(held.id)
+                held.fail(now_ns, "stalled", f"this replica stood still for {late_ns / 1e9:.1f} s", retry=True)
+                if self._kv is not None:
+                    self._kv.hand_over(held)
+        self._turn_ns = now_ns
 
     def _step(self) -> None:
         try:
@@ -187,7 +173,7 @@ class Serving:
             now_ns = time.monotonic_ns()
             for held in self._held.live:
                 held.fail(now_ns, "engine_failed", f"the engine failed: {error}", retry=True)
-            self._linger()
+            self._links.linger()
             raise
         self._steps += 1
         for request_id, (prefill_us, decode_us) in step.device_us.items():
@@ -233,7 +219,7 @@ class Serving:
         """Its request may be over: whoever is connected hears it."""
         print(f"kv doubt request={doubt.request_id} pack={doubt.chunk.pack} {doubt.reason}", file=sys.stderr)
         message = KvBad(request_id=doubt.request_id, epoch=doubt.epoch, chunk=doubt.chunk, reason=doubt.reason)
-        for link in self._links.values():
+        for link in self._links:
             if link.welcome:
                 link.send(message)
         if self._kv is not None:
@@ -241,7 +227,7 @@ class Serving:
 
     def _living(self, request_id: str, epoch: int) -> HeldRequest | None:
         held = self._held.get(request_id)
-        return held if held is not None and held.epoch == epoch and held.live else None
+        return held if held is not None and held.epoch == epoch and held.in_engine else None
 
     def _beat(self) -> None:
         now_ns = time.monotonic_ns()
@@ -261,7 +247,7 @@ class Serving:
             kv_total_blocks=stats.kv_total_blocks,
             time=life,
         )
-        for link in self._links.values():
+        for link in self._links:
             if link.welcome:
                 link.send(self._progress_for(link, progress))
         totals = self._kv.store_totals() if self._kv is not None else StoreTotals()
@@ -280,34 +266,6 @@ class Serving:
         return msgspec.structs.replace(progress, others=others) if others else progress
 
     # --- gateways -------------------------------------------------------------------------------------------------
-
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:
-            return
-        if len(self._links) >= MAX_LINKS:
-            connection.close()
-            return
-        link = GatewayLink(connection, time.monotonic_ns())
-        self._links[connection.fileno()] = link
-        self._selector.register(connection, selectors.EVENT_READ, link)
-
-    def _tend_links(self) -> None:
-        """Closes what is to be closed and asks for writability where bytes wait."""
-        now_ns = time.monotonic_ns()
-        for descriptor, link in list(self._links.items()):
-            if not link.welcome and now_ns - link.opened_ns > HELLO_WITHIN_S * 1e9:
-                link.closed = True
-            if link.closed:
-                self._selector.unregister(link.socket)
-                del self._links[descriptor]
-                self._held.detach(link)
-                link.close()
-                continue
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.wants_write else 0)
-            if self._selector.get_key(link.socket).events != wanted:
-                self._selector.modify(link.socket, wanted, link)
 
     def _hear(self, link: GatewayLink) -> None:
         for message in link.receive():
@@ -352,6 +310,15 @@ class Serving:
                     link.send(held.outcome)
                 else:
                     self._cancel(held)
+            case Park(request_id=request_id, epoch=epoch, reason=reason):
+                held = self._held.get(request_id)
+                if held is None or held.epoch != epoch or held.is_of_another(link):
+                    link.send(Unknown(request_id=request_id, epoch=epoch))
+                elif held.outcome is not None:
+                    link.send(held.outcome)
+                elif not held.parking:
+                    self._take_out(held)
+                    self._parking.put_away(held, reason or "asked to")
             case Settled(request_id=request_id, epoch=epoch):
                 held = self._held.get(request_id)
                 if held is not None and held.epoch == epoch and not held.is_of_another(link):
@@ -384,7 +351,8 @@ class Serving:
         self._next_beat_ns = min(self._next_beat_ns, time.monotonic_ns() + _BUSY_BEAT_NS)
         self._places_moved()
         if self._drain is not None:
-            held.fail(time.monotonic_ns(), "draining", "this replica is ending", retry=True)
+            held.parking = f"this replica is ending: {self._drain.reason}"
+            held.park(time.monotonic_ns())
         elif self._kv is not None and work.kv:
             self._kv.begin_read(held)
         elif self._kv is not None and self._kv.may_continue(held, self._engine.cached_prefix(work)):
@@ -394,7 +362,7 @@ class Serving:
 
     def kv_read(self, held: HeldRequest, result: KvRead) -> None:
         """The store's answer, on the loop's thread. Too late or no longer wanted: dropped."""
-        if held.live and not held.in_engine and self._held.get(held.id) is held:
+        if held.live and not held.in_engine and not held.parking and self._held.get(held.id) is held:
             self._admit(held, result)
 
     def kv_sealed(self, held: HeldRequest, message: KvSealed) -> None:
@@ -446,7 +414,11 @@ class Serving:
 
     def _settle(self, held: HeldRequest) -> None:
         self._held.forget(held.id)
-        if self._kv is not None:
+        if self._kv is None:
+            return
+        if held.goes_on:
+            self._kv.hand_over(held)
+        else:
             self._kv.release(held)
 
     # --- the agent, and the end -----------------------------------------------------------------------------------
@@ -479,25 +451,29 @@ class Serving:
         self._drain_start.__exit__()
         with self.stages.run("flush") as flush:
             unfinished = self._held.live
+            for held in unfinished:
+                self._take_out(held)
             if self._kv is not None and unfinished:
-                for held in unfinished:
-                    if held.in_engine and held.work.write_kv:
-                        self._export_tail(held)
                 self._kv.flush(FLUSH_WITHIN_S)
                 self._inbox.run_all()
             flush.detail = f"{len(unfinished)} unfinished"
             now_ns = time.monotonic_ns()
             reason = self._drain.reason if self._drain is not None else ""
             for held in unfinished:
-                if held.in_engine:
-                    self._engine.cancel(held.id)
-                held.fail(now_ns, "draining", f"this replica ended first: {reason}", retry=True)
-            self._linger()
+                if held.live:
+                    held.parking = held.parking or f"this replica ended first: {reason}"
+                    held.park(now_ns)
+            self._links.linger()
 
-    def _export_tail(self, held: HeldRequest) -> None:
-        if self._kv is not None:
+    def _take_out(self, held: HeldRequest) -> None:
+        """Out of the engine between two steps; the KV that no chunk covers yet is queued to be stored."""
+        if not held.in_engine:
+            return
+        if self._kv is not None and held.work.write_kv:
             for choice, start, end in self._engine.kv_tail(held.id):
                 self._store(self._kv, held, choice, start, end)
+        self._engine.cancel(held.id)
+        held.in_engine = False
 
     def _store(self, kv: KvService, held: HeldRequest, choice: int, start: int, end: int) -> None:
         """Best effort: without its KV a request is computed again."""
@@ -507,17 +483,3 @@ class Serving:
             kv.write(held, choice, start, end, self._engine.export_kv(held.id, choice, start, end))
         except Exception as error:
             print(f"kv not written request={held.id} choice={choice} [{start}, {end}): {error!r}", file=sys.stderr)
-
-    def _linger(self) -> None:
-        """The last messages get a moment to leave."""
-        deadline_ns = time.monotonic_ns() + 500_000_000
-        while time.monotonic_ns() < deadline_ns and any(link.wants_write for link in self._links.values()):
-            for key, _ in self._selector.select(0.05):
-                if isinstance(key.data, GatewayLink) and key.data.wants_write:
-                    key.data.flush()
-            self._tend_links()
-        for link in list(self._links.values()):
-            try:
-                link.socket.shutdown(socket.SHUT_WR)
-            except OSError:
-                pass

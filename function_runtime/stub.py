@@ -32,8 +32,9 @@ from function_runtime.engine_like import (
 from function_runtime.errors import EngineFault, LoadError
 from function_runtime.inbox import Inbox
 from function_runtime.kv.arrival import Arrival
+from function_runtime.kv_service import KvService
 from function_runtime.protocol import FinishReason, ReplicaSpec, TokenEvent, Work
-from function_runtime.serving import KvService, Serving
+from function_runtime.serving import Serving
 
 VOCABULARY: Final = 49152
 CONTEXT_TOKENS: Final = 8192

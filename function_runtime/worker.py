@@ -23,8 +23,9 @@ from function_runtime.clock import LifeClock, Stopwatch
 from function_runtime.engine_like import EngineLike
 from function_runtime.errors import SlotError
 from function_runtime.inbox import Inbox
+from function_runtime.kv_service import KvService
 from function_runtime.protocol import ReplicaSpec, StoreTotals
-from function_runtime.serving import KvService, Serving
+from function_runtime.serving import Serving
 from function_runtime.wire import (
     AgentWord,
     Born,

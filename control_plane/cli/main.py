@@ -232,6 +232,22 @@ def why(
     explain_why(data_dir, url, what, as_json)
 
 
+@command(app, "drain")
+def drain(
+    name: Annotated[str, typer.Argument(metavar="FUNCTION|SLOT", help="What is to take no more work.")],
+    resume: Annotated[bool, typer.Option("--resume", help="Let it take work again.")] = False,
+    reason: Annotated[str, typer.Option(help="Shown to whoever asks why.")] = "",
+    within_s: Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait until it is empty.")] = 60.0,
+    data_dir: DataDirOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Take no new work; what is in flight is parked at a token and goes on elsewhere, or when it is resumed."""
+    from control_plane.cli import drain as draining
+
+    draining.drain(data_dir, url, name, resume, reason, within_s, as_json)
+
+
 @command(app, "rollback")
 def rollback(
     name: Annotated[str, typer.Argument(help="The function.")],

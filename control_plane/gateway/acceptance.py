@@ -61,7 +61,8 @@ def reading(context: AppContext, live: LiveRequest | None, *, forwarded: bool = 
         yield
     finally:
         live.readers -= 1
-        if live.readers == 0 and live.live and not live.detached and not context.draining and not forwarded:
+        stays = live.detached or context.draining or forwarded
+        if live.readers == 0 and live.live and not stays:
             context.dispatcher.cancel(live)
 
 
@@ -101,11 +102,13 @@ def new_origin(
 
 
 async def accept(
-    context: AppContext, origin: Origin, servable: Servable, key: str | None, body: bytes
+    context: AppContext, origin: Origin, servable: Servable, key: str | None, body: bytes, *, detach: bool = False
 ) -> tuple[LiveRequest | None, Answer]:
+    """`detach`: the work goes on when nobody reads, whatever the function says."""
     if servable.needs_store:
         context.store.require(servable.function)
-    task = asyncio.get_running_loop().create_task(_accept(context, origin, servable, key, body))
+    detached = detach or key is not None or servable.on_disconnect == "detach"
+    task = asyncio.get_running_loop().create_task(_accept(context, origin, servable, key, body, detached))
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
@@ -121,17 +124,16 @@ def _left_at_once(context: AppContext, done: asyncio.Task[tuple[LiveRequest | No
 
 
 async def _accept(
-    context: AppContext, origin: Origin, servable: Servable, key: str | None, body: bytes
+    context: AppContext, origin: Origin, servable: Servable, key: str | None, body: bytes, detached: bool
 ) -> tuple[LiveRequest | None, Answer]:
     origin = dataclasses.replace(origin, reuse=context.kv_desk.reuse(origin))
     with context.dispatcher.room(origin.key, origin.identity, origin.nbytes):
-        return await _accept_in_room(context, origin, servable, key, body)
+        return await _accept_in_room(context, origin, servable, key, body, detached)
 
 
 async def _accept_in_room(
-    context: AppContext, origin: Origin, servable: Servable, key: str | None, body: bytes
+    context: AppContext, origin: Origin, servable: Servable, key: str | None, body: bytes, detached: bool
 ) -> tuple[LiveRequest | None, Answer]:
-    detached = key is not None or servable.on_disconnect == "detach"
     new = NewRequest(
         id=origin.request_id,
         tenant=origin.tenant,

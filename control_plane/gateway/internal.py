@@ -81,7 +81,7 @@ async def news_middleware(
     """What was changed here is worth a look for the others."""
     response = await handler(request)
     if request.method not in ("GET", "HEAD") and request.path.startswith("/api/v1/") and response.status < 400:
-        request.app[CONTEXT].peers.tell("functions", "keys")
+        request.app[CONTEXT].peers.tell("functions", "keys", "drains")
     return response
 
 

@@ -44,10 +44,21 @@ _REFUSED_COMPLETION: Final = (*_REFUSED_COMMON, "prompt_embeds")
 class Endpoint(enum.StrEnum):
     CHAT = "chat"
     COMPLETIONS = "completions"
+    RESPONSES = "responses"
 
     @property
     def id_prefix(self) -> str:
-        return "chatcmpl-" if self is Endpoint.CHAT else "cmpl-"
+        return _ID_PREFIXES[self]
+
+    def way_back(self, request_id: str, last_seq: int) -> str:
+        """How a reader asks for the rest."""
+        if self is Endpoint.RESPONSES:
+            return f"GET /v1/responses/{request_id}?stream=true&starting_after=N, N being the last sequence_number"
+        path = "/v1/chat/completions" if self is Endpoint.CHAT else "/v1/completions"
+        return f"GET {path}/{request_id}/stream and Last-Event-ID: {last_seq}"
+
+
+_ID_PREFIXES: Final = {Endpoint.CHAT: "chatcmpl-", Endpoint.COMPLETIONS: "cmpl-", Endpoint.RESPONSES: "resp_"}
 
 
 class RenderOptions(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -61,6 +72,8 @@ class RenderOptions(msgspec.Struct, frozen=True, omit_defaults=True):
     top_logprobs: int = 0
     echo: str = ""
     """Text to put before a completion's own (the prompt, when asked to echo it)."""
+    response: bytes = b""
+    """What a response says of itself beside its text (`responses_body.Traits`, msgpack)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +116,10 @@ class GenerationRequest:
 
 
 def parse_chat(body: bytes) -> GenerationRequest:
-    wire = _decode(_chat_decoder, body)
+    return chat_request(decode(_chat_decoder, body))
+
+
+def chat_request(wire: ChatBody) -> GenerationRequest:
     _refuse_given(wire, _REFUSED_CHAT)
     if wire.tools or wire.functions:
         raise _unsupported("tools" if wire.tools else "functions")
@@ -135,7 +151,7 @@ def parse_chat(body: bytes) -> GenerationRequest:
 
 
 def parse_completion(body: bytes) -> GenerationRequest:
-    wire = _decode(_completion_decoder, body)
+    wire = decode(_completion_decoder, body)
     _refuse_given(wire, _REFUSED_COMPLETION)
     if wire.suffix:
         raise _unsupported("suffix")
@@ -168,7 +184,8 @@ def _cache_key(key: str | None) -> str:
     return key or ""
 
 
-def _decode(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
+def decode(decoder: msgspec.json.Decoder[Body], body: bytes) -> Body:
+    """Raises `InvalidRequest` naming the field."""
     try:
         body.decode()
     except UnicodeDecodeError as error:

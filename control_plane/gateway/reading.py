@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from aiohttp import web
 
@@ -19,6 +19,7 @@ from control_plane.gateway.failures import failure_of, pause_of
 from control_plane.gateway.parsing import RenderOptions
 from control_plane.gateway.rendering import DONE, EventStream, Head, Usage, comment, error_event, whole_answer
 from control_plane.request_log import End, RequestLog
+from function_runtime.protocol import TokenEvent
 
 HOLD_HEADERS_S: Final = 1.0
 """For this long a failure can still be told by the status; then the headers go out, so that the reader knows the id."""
@@ -117,10 +118,64 @@ class EventWriter:
             self._watch = None
 
 
+class Renderer(Protocol):
+    """What a reader's stream is made of; each gives bytes to send, or none."""
+
+    def opening(self) -> bytes:
+        """What there is to tell before the first token."""
+        ...
+
+    def render(self, events: Sequence[TokenEvent], first_seq: int) -> bytes: ...
+
+    def ending(self, end: End) -> bytes:
+        """After the last token; the log is whole."""
+        ...
+
+    def failing(self, error: StokerError) -> bytes:
+        """The stream ends here, whatever becomes of the request."""
+        ...
+
+    def place(self, cursor: int) -> int:
+        """The `id:` of the last event that was given, when the log has been read up to `cursor`."""
+        ...
+
+
+class _OpenAiStream:
+    """Chunks of a chat or a completion."""
+
+    def __init__(self, answer: Answer, after_seq: int) -> None:
+        self._answer = answer
+        self._events = EventStream(answer.head, answer.options, answer.prompt_tokens, answer.log.events[:after_seq])
+
+    def opening(self) -> bytes:
+        return b""
+
+    def render(self, events: Sequence[TokenEvent], first_seq: int) -> bytes:
+        return self._events.render(events, first_seq)
+
+    def ending(self, end: End) -> bytes:
+        error = failure_of(end)
+        if error is not None:
+            return self.failing(error)
+        return self._events.end(self._answer.usage(end), self._answer.log.last_seq)
+
+    def failing(self, error: StokerError) -> bytes:
+        return error_event(error.body()) + DONE
+
+    def place(self, cursor: int) -> int:
+        return cursor
+
+
 async def send_stream(writer: EventWriter, answer: Answer, after_seq: int) -> web.StreamResponse:
+    return await send_events(writer, answer, _OpenAiStream(answer, after_seq), after_seq)
+
+
+async def send_events(
+    writer: EventWriter, answer: Answer, renderer: Renderer, cursor: int, *, tell_failure: bool = True
+) -> web.StreamResponse:
+    """Follow the log from `cursor` to its end. `tell_failure`: an end without an answer that is known before anything
+    was sent is raised, so that the status can say so."""
     log = answer.log
-    events = EventStream(answer.head, answer.options, answer.prompt_tokens, log.events[:after_seq])
-    cursor = after_seq
     wait_s = min(HOLD_HEADERS_S, writer.heartbeat_s)
     try:
         while True:
@@ -128,43 +183,48 @@ async def send_stream(writer: EventWriter, answer: Answer, after_seq: int) -> we
             if (pause := pause_of(log, cursor)) is not None:
                 if not writer.open:
                     raise pause
-                return await writer.fail(pause)
+                return await writer.end(renderer.failing(pause))
+            opening = b""
             if not writer.open:
                 if log.end is not None and log.last_seq <= cursor and (error := failure_of(log.end)) is not None:
-                    raise Elsewhere.of(answer.head.request_id, cursor=cursor) if log.end.taken_over else error
+                    if log.end.taken_over:
+                        raise Elsewhere.of(answer.head.request_id, cursor=renderer.place(cursor))
+                    if tell_failure:
+                        raise error
                 await writer.begin(answer.head.request_id)
+                opening = renderer.opening()
             wait_s = writer.heartbeat_s
             if not moved:
-                await writer.write(comment(f"heartbeat: {log.note}"))
+                await writer.write(opening + comment(f"heartbeat: {log.note}"))
                 continue
             end = log.end
             if end is not None and end.taken_over and cursor >= log.last_seq:
-                raise Elsewhere.of(answer.head.request_id, cursor=cursor)
+                raise Elsewhere.of(answer.head.request_id, cursor=renderer.place(cursor))
             batch = log.events[cursor : cursor + BATCH_TOKENS]
-            data = events.render(batch, cursor + 1)
+            data = opening + renderer.render(batch, cursor + 1)
             cursor += len(batch)
             if end is not None and cursor >= log.last_seq:
-                error = failure_of(end)
-                if error is None:
-                    data += events.end(answer.usage(end), log.last_seq)
-                else:
-                    data += error_event(error.body()) + DONE
-                return await writer.end(data)
+                return await writer.end(data + renderer.ending(end))
             if data:
                 await writer.write(data)
     finally:
         writer.close()
 
 
-async def send_whole(answer: Answer) -> web.Response:
+async def ended(answer: Answer) -> End:
+    """The end, once it is there; raises where it cannot be waited for here."""
     log = answer.log
     while log.end is None:
         await log.changed(log.last_seq)
         if (pause := pause_of(log, log.last_seq)) is not None:
             raise pause
-    end = log.end
-    if end.taken_over:
+    if log.end.taken_over:
         raise Elsewhere.of(answer.head.request_id)
+    return log.end
+
+
+async def send_whole(answer: Answer) -> web.Response:
+    end = await ended(answer)
     error = failure_of(end)
     if error is not None:
         raise error

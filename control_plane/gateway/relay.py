@@ -19,11 +19,13 @@ from aiohttp import web
 
 from control_plane.context import CONTEXT, AppContext
 from control_plane.errors import Elsewhere, StokerError, Unavailable
+from control_plane.gateway import responses
 from control_plane.gateway.acceptance import find, reading
 from control_plane.gateway.access import authenticate
 from control_plane.gateway.internal import FORWARDED_FOR, forwarding
 from control_plane.gateway.reading import STREAM_WRITER, EventWriter, send_stream, send_whole
 from control_plane.gateway.rendering import comment
+from control_plane.gateway.responses_found import lookup
 from control_plane.gateway.resume import cursor_of
 from control_plane.tenants import ApiKey
 
@@ -71,8 +73,11 @@ class _Relay:
         self._cursor = elsewhere.cursor
         base = request.path.split(self._id)[0].rstrip("/")
         self._path = f"{base}/{self._id}"
+        self._of_responses = base == "/v1/responses"
         self._streams = request.path.endswith("/stream") or writer is not None
         self._cancels = request.path.endswith("/cancel")
+        if self._of_responses and request.method == "GET":
+            self._streams = responses.wants_stream(request)
         self._writer = writer
         self._lost_since_s = time.monotonic()
 
@@ -118,6 +123,8 @@ class _Relay:
         await self._context.adopting.settled()
 
     async def _read_here(self, handler: Handler) -> web.StreamResponse:
+        if self._of_responses:
+            return await self._read_response_here(handler)
         record = await self._context.journal.get(self._id, self._key.tenant)
         if record is None:
             raise Unavailable(f"{self._id} cannot be read now", retry_after_s=1.0)
@@ -131,8 +138,19 @@ class _Relay:
             self._writer = writer
             return await send_stream(writer, answer, self._place())
 
+    async def _read_response_here(self, handler: Handler) -> web.StreamResponse:
+        if self._request.path != "/v1/responses" and not self._streams:
+            return await handler(self._request)
+        found = await lookup(self._context, self._id, self._key.tenant, unstored=True)
+        if self._streams:
+            return await responses.follow(self._request, found, self._place(), self._writer)
+        with reading(self._context, found.live):
+            return await responses.send_response(found.answer)
+
     def _place(self) -> int:
         """From where a stream is to be read."""
+        if self._cursor is None and self._of_responses:
+            self._cursor = -1 if self._request.method == "POST" else responses.starting_after(self._request)
         if self._cursor is None:
             self._cursor = 0 if self._request.method == "POST" else cursor_of(self._request)
         return self._cursor
@@ -141,6 +159,12 @@ class _Relay:
         method, path, query = "GET", self._path, {}
         if self._cancels:
             method, path = "POST", f"{self._path}/cancel"
+        elif self._request.method == "DELETE":
+            method = "DELETE"
+        elif self._of_responses and self._request.path.startswith(f"{self._path}/"):
+            method, path, query = self._request.method, self._request.path, dict(self._request.query)
+        elif self._streams and self._of_responses:
+            query = {"stream": "true"} | ({"starting_after": str(self._place())} if self._place() >= 0 else {})
         elif self._streams:
             path, query = f"{self._path}/stream", {"starting_after": str(self._place())}
         elif self._request.method == "POST":
@@ -188,14 +212,18 @@ class _Relay:
         async for data in response.content.iter_any():
             held += data
             whole, mark, rest = held.rpartition(b"\n\n")
-            if not mark:
-                continue
+            whole += mark
+            while rest.startswith(b":") and b"\n" in rest:  # a heartbeat has no empty line behind it
+                line, newline, rest = rest.partition(b"\n")
+                whole += line + newline
             held = rest
+            if not whole:
+                continue
             self._lost_since_s = time.monotonic()
             self._note_cursor(whole)
-            if whole.endswith(b"data: [DONE]"):
-                return await writer.end(whole + mark)
-            await writer.write(whole + mark)
+            if whole.endswith(b"data: [DONE]\n\n"):
+                return await writer.end(whole)
+            await writer.write(whole)
         raise _Moved("the stream broke off")
 
     def _note_cursor(self, events: bytes) -> None:

@@ -45,8 +45,10 @@ class Head:
 
 
 def comment(text: str) -> bytes:
-    """A heartbeat: readers ignore it, proxies see traffic."""
-    return b": " + text.encode().replace(b"\n", b" ") + b"\n\n"
+    """A heartbeat: readers ignore it, proxies see traffic.
+
+    No empty line behind it: stock clients remember the last `id:` and take an empty line for an event without data."""
+    return b": " + text.encode().replace(b"\n", b" ") + b"\n"
 
 
 def error_event(body: dict[str, Any]) -> bytes:

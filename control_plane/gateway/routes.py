@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from control_plane.api import functions, keys, kv, organization
+from control_plane.api import drains, functions, keys, kv, organization
 from control_plane.context import AppContext
-from control_plane.gateway import generate, health, internal, models, operate, resume
+from control_plane.gateway import generate, health, internal, models, operate, responses, resume
 
 
 def routes(context: AppContext) -> list[web.RouteDef]:
@@ -23,6 +23,11 @@ def routes(context: AppContext) -> list[web.RouteDef]:
         ]
     return [
         *table,
+        web.post("/v1/responses", responses.create),
+        web.get("/v1/responses/{id}", responses.retrieve),
+        web.delete("/v1/responses/{id}", responses.delete),
+        web.post("/v1/responses/{id}/cancel", responses.cancel),
+        web.get("/v1/responses/{id}/input_items", responses.input_items),
         web.get("/v1/models", models.models),
         web.get("/v1/models/{id:.+}", models.model),
         web.get("/health", health.ready),
@@ -36,6 +41,7 @@ def routes(context: AppContext) -> list[web.RouteDef]:
         web.get("/api/v1/functions/{name}/status", operate.function_status),
         web.get("/api/v1/why/{id:.+}", operate.why),
         web.post("/api/v1/drain", operate.drain),
+        *drains.routes(),
         *functions.routes(context),
         *keys.routes(context),
         *kv.routes(context),

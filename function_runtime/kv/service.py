@@ -37,8 +37,9 @@ from function_runtime.kv.reader import Capabilities, Reading, Restoration, seque
 from function_runtime.kv.settings import KvReplicaSettings
 from function_runtime.kv.speeds import DIRECTORY_PRIOR, READERS, REMOTE_PRIOR, Measured
 from function_runtime.kv.writer import KvWriter, Pending, Told
+from function_runtime.kv_service import KvRead
 from function_runtime.protocol import KvAsk, KvBad, KvChunk, KvKept, KvKnown, KvSealed, StoreTotals
-from function_runtime.serving import KvRead, Serving
+from function_runtime.serving import Serving
 from model_loader.errors import LoaderError
 from model_loader.objects import ObjectStore, open_store
 
@@ -321,7 +322,7 @@ class DurableKv:
         self._copies[copy.key] = copy
         if choice == 0:
             written.waiting[start] = max(end, written.waiting.get(start, 0))
-        self._writer.put(Pending(copy, choice, head, data, is_wanted=lambda: copy.is_wanted))
+        self._writer.put(Pending(copy, choice, head, data, is_wanted=lambda: self._may_write(copy)))
 
     def _told(self, told: Told, dropped: str) -> None:
         """From the writer's thread, all of a pack at once."""
@@ -446,6 +447,20 @@ class DurableKv:
         if written is None:
             return
         written.settled = True
+        self._let_go(held, written)
+
+    def hand_over(self, held: HeldRequest) -> None:
+        """It goes on elsewhere: it stays among its packs' users here, so that this replica never deletes them."""
+        written = self._written.pop(held, None)
+        if written is not None:
+            written.settled = True
+
+    def _may_write(self, copy: _Copy) -> bool:
+        """Asked by the writer right before it stores: a process that was stopped writes nothing for requests that
+        others may own by now."""
+        return copy.is_wanted and self._serving().is_awake
+
+    def _let_go(self, held: HeldRequest, written: _Written) -> None:
         for pack in written.packs:
             users = self._users.get(pack)
             if users is not None:

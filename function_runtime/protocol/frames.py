@@ -73,10 +73,12 @@ class KvKnown(Message, frozen=True):
 
 
 class Park(Message, frozen=True):
-    """Stop this request at a token boundary, store what KV it has, and answer `Parked`: it goes on elsewhere, later."""
+    """Stop this request at a token boundary, store what KV it has, and answer `Parked`: it goes on elsewhere, later.
+    `Settled` then lets the replica forget it; its KV stays."""
 
     request_id: str
     epoch: int
+    reason: str = ""
 
 
 GatewayMessage: TypeAlias = Hello | Submit | Attach | Cancel | Settled | KvKnown | Park
@@ -183,6 +185,7 @@ class Parked(Message, frozen=True):
     epoch: int
     last_seq: int
     device: DeviceTime
+    reason: str = ""
 
 
 class Finished(Message, frozen=True):

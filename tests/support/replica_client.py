@@ -34,6 +34,8 @@ from function_runtime.protocol import (
     FrameBuffer,
     Hello,
     Message,
+    Park,
+    Parked,
     Progress,
     ReplicaSpec,
     ReplicaState,
@@ -298,14 +300,17 @@ class ReplicaLink:
     def attach(self, request: Work, after_seq: int) -> None:
         self.send(Attach(request_id=request.request_id, epoch=request.epoch, after_seq=after_seq))
 
+    def park(self, request: Work, reason: str = "a test") -> None:
+        self.send(Park(request_id=request.request_id, epoch=request.epoch, reason=reason))
+
     def settle(self, request: Work) -> None:
         self.send(Settled(request_id=request.request_id, epoch=request.epoch))
 
     def outcome(self, request: Work) -> Any:
-        """Reads until the request's `Finished`, `Failed` or `Unknown`."""
+        """Reads until the request's `Finished`, `Failed`, `Parked` or `Unknown`."""
         while True:
             message = self.receive()
-            if isinstance(message, Finished | Failed | Unknown) and message.request_id == request.request_id:
+            if isinstance(message, Finished | Failed | Parked | Unknown) and message.request_id == request.request_id:
                 return message
 
     def tokens(self, request: Work) -> list[tuple[int, TokenEvent]]:

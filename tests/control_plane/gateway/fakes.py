@@ -23,6 +23,8 @@ from function_runtime.protocol import (
     FinishReason,
     FrameBuffer,
     Hello,
+    Park,
+    Parked,
     Progress,
     ReplicaError,
     ReplicaSpec,
@@ -41,7 +43,7 @@ from function_runtime.protocol import (
     encode,
 )
 
-GatewayWord = Hello | Submit | Attach | Cancel | Settled
+GatewayWord = Hello | Submit | Attach | Cancel | Settled | Park
 
 
 def token_text(seed: int, choice: int, position: int) -> str:
@@ -68,6 +70,8 @@ class Behaviour:
     finish: FinishReason = FinishReason.LENGTH
     withhold_end: bool = False
     """Sends every token and never says that it has finished."""
+    deaf: bool = False
+    """Does not hear `Park`."""
 
 
 @dataclass
@@ -146,11 +150,21 @@ class FakeReplica:
             task = self._running.pop(word.request_id, None)
             if task is not None:
                 task.cancel()
-            last = sum(len(m.events) for m in self._held.get(word.request_id, ()) if isinstance(m, Tokens))
-            before = next((len(w.produced) for w in self.works if w.request_id == word.request_id), 0)
-            self._say(Finished(word.request_id, word.epoch, before + last, True, DeviceTime(5, 5)), writer)
+            self._say(
+                Finished(word.request_id, word.epoch, self._last_seq(word.request_id), True, DeviceTime(5, 5)), writer
+            )
+        elif isinstance(word, Park) and not self.behaviour.deaf:
+            task = self._running.pop(word.request_id, None)
+            if task is not None:
+                task.cancel()
+            last_seq = self._last_seq(word.request_id)
+            self._say(Parked(word.request_id, word.epoch, last_seq, DeviceTime(5, 5), word.reason), writer)
         elif isinstance(word, Settled) and self._owners.get(word.request_id, writer) is writer:
             self._epochs.pop(word.request_id, None)
+
+    def _last_seq(self, request_id: str) -> int:
+        told = sum(len(m.events) for m in self._held.get(request_id, ()) if isinstance(m, Tokens))
+        return told + next((len(w.produced) for w in reversed(self.works) if w.request_id == request_id), 0)
 
     async def _run(self, work: Work) -> None:
         behaviour = self.behaviour

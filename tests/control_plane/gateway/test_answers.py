@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -40,6 +41,20 @@ async def test_chat(client: openai.AsyncOpenAI) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + 5
     assert answer.usage.prompt_tokens_details is not None
     assert answer._request_id == answer.id
+
+
+async def test_heartbeats_in_the_middle_of_a_stream_are_nothing_to_a_stock_client(
+    plane: Plane, client: openai.AsyncOpenAI
+) -> None:
+    plane.slot.behaviour.stop_after = 2
+    chunks = []
+    stream = await client.chat.completions.create(model="fn", messages=MESSAGES, max_tokens=4, seed=7, stream=True)
+    async for chunk in stream:
+        chunks.append(chunk)
+        if len(chunks) == 2:
+            await asyncio.sleep(3 * plane.settings.http.heartbeat_s)
+            plane.slot.behaviour.stop_after = None
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == answer_of(4)
 
 
 async def test_a_chat_stream_with_usage(client: openai.AsyncOpenAI) -> None:

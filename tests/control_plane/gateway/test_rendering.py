@@ -89,7 +89,7 @@ def test_usage_comes_in_its_own_event_before_the_end() -> None:
 
 
 def test_a_heartbeat_is_one_comment_whatever_its_text() -> None:
-    assert comment("two\nlines") == b": two lines\n\n"
+    assert comment("two\nlines") == b": two lines\n"
 
 
 def test_whole_answers_hold_what_the_stream_held() -> None:

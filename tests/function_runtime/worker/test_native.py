@@ -15,7 +15,6 @@ import pytest
 
 from function_runtime.protocol import (
     Accepted,
-    Failed,
     Finished,
     KvAsk,
     KvBad,
@@ -23,6 +22,7 @@ from function_runtime.protocol import (
     KvKept,
     KvKnown,
     KvSealed,
+    Parked,
     ReplicaState,
     ReplicaStatus,
     Reuse,
@@ -156,9 +156,9 @@ def test_a_drain_past_its_grace_stores_what_was_computed(
         request = link.submit(request_of(sampling))
         link.next(Tokens)
         native_agent.end_replica(first.replica_id, grace_s=0)
-        failed = link.outcome(request)
-        assert isinstance(failed, Failed) and failed.retry and failed.code == "draining"
+        parked = link.outcome(request)
         known = len(link.tokens(request))
+        assert isinstance(parked, Parked) and parked.last_seq == known and "ended first" in parked.reason
         assert stored_end(link, request) >= len(PROMPT) + known - 1
     native_agent.until(first.replica_id, ReplicaState.ENDED)
     second = native_agent.ready(tiny_model.spec(tmp_path))
@@ -167,6 +167,40 @@ def test_a_drain_past_its_grace_stores_what_was_computed(
         assert successor.next(Accepted).loaded_tokens >= len(PROMPT) + known - 1
         successor.outcome(resumed)
         assert [event for _, event in successor.tokens(resumed)] == whole[known:]
+    end(native_agent, second)
+
+
+def test_a_parked_request_leaves_its_kv_for_whoever_goes_on_and_others_run_on(
+    native_agent: AgentProcess, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    sampling = SAMPLINGS["two choices"]
+    first = native_agent.ready(tiny_model.spec(tmp_path))
+    with native_agent.connect(first) as link:
+        whole = undisturbed(link, sampling)
+        other_whole = undisturbed(link, SAMPLINGS["greedy"])
+        request, other = link.submit(request_of(sampling)), link.submit(request_of(SAMPLINGS["greedy"]))
+        while len(link.tokens(request)) < 20:
+            link.next(Tokens)
+        link.park(request)
+        parked = link.outcome(request)
+        known = len(link.tokens(request))
+        assert isinstance(parked, Parked) and (parked.last_seq, parked.reason) == (known, "a test")
+        assert known < len(whole)
+        chunks = chunks_of(link, request)
+        assert max(chunk.end for chunk in chunks) >= len(PROMPT) + known // 2 - 1
+        link.settle(request)
+        ended = [m for m in link.said if isinstance(m, Finished) and m.request_id == other.request_id]
+        assert ended or isinstance(link.outcome(other), Finished)
+        assert [event for _, event in link.tokens(other)] == other_whole
+        assert len(link.tokens(request)) == known
+    second = native_agent.ready(tiny_model.spec(tmp_path))
+    with native_agent.connect(second) as successor:
+        resumed = successor.submit(resume_of(link, request, known, chunks))
+        accepted = successor.next(Accepted)
+        assert accepted.exact and accepted.loaded_tokens >= len(PROMPT) + known // 2 - 1, accepted
+        successor.outcome(resumed)
+        assert [event for _, event in successor.tokens(resumed)] == whole[known:]
+    end(native_agent, first)
     end(native_agent, second)
 
 

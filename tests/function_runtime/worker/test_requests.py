@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 
 import pytest
@@ -13,6 +15,7 @@ from function_runtime.protocol import (
     Failed,
     Finished,
     Hello,
+    Parked,
     Progress,
     ReplicaState,
     Settled,
@@ -183,7 +186,7 @@ def test_draining_finishes_what_runs_and_refuses_what_comes(agent: AgentProcess)
         agent.end_replica(status.replica_id, grace_s=20)
         late = link.submit(work())
         refused = link.outcome(late)
-        assert isinstance(refused, Failed) and refused.code == "draining" and refused.retry
+        assert isinstance(refused, Parked) and refused.last_seq == 0 and "ending" in refused.reason
         finished = link.outcome(running)
         assert isinstance(finished, Finished) and finished.last_seq == 30
         link.settle(late)
@@ -194,6 +197,41 @@ def test_draining_finishes_what_runs_and_refuses_what_comes(agent: AgentProcess)
     assert [stage.name for stage in ended.stages][-4:] == ["drain", "flush", "exit", "memory"]
 
 
+def test_a_signal_makes_a_replica_give_its_work_back(agent: AgentProcess) -> None:
+    status = agent.ready(stub_spec(SLOW))
+    with agent.connect(status) as link:
+        request = link.submit(work(max_tokens=5000))
+        link.next(Tokens)
+        os.kill(status.pid, signal.SIGTERM)
+        outcome = link.outcome(request)
+        assert isinstance(outcome, Parked) and outcome.last_seq == len(link.tokens(request))
+        assert outcome.reason == "this replica ended first: SIGTERM"
+    assert agent.until(status.replica_id, ReplicaState.ENDED).exit == "exit 0"
+
+
+def test_parking_stops_one_request_at_a_token_and_says_so_again_when_asked_again(agent: AgentProcess) -> None:
+    with agent.connect(agent.ready(stub_spec(SLOW))) as link:
+        request, other = link.submit(work(max_tokens=5000)), link.submit(work(max_tokens=30))
+        link.next(Tokens)
+        link.park(request, "a drain")
+        parked = link.outcome(request)
+        known = link.tokens(request)
+        assert isinstance(parked, Parked) and (parked.last_seq, parked.reason) == (len(known), "a drain")
+        assert parked.device.prefill_us > 0
+        link.park(request)
+        assert link.outcome(request) == parked
+        link.attach(request, after_seq=0)
+        assert link.outcome(request) == parked
+        assert isinstance(link.outcome(other), Finished)
+        assert link.tokens(request)[len(known) :] == known, "told again from the start, and nothing more"
+        link.settle(request)
+        link.park(request)
+        assert isinstance(link.outcome(request), Unknown)
+        produced = tuple(event for _, event in known)
+        more = link.submit(work(max_tokens=len(known) + 3, epoch=2, produced=produced, request_id=request.request_id))
+        assert link.outcome(more).last_seq == len(known) + 3
+
+
 def test_draining_past_its_grace_gives_the_work_back(agent: AgentProcess) -> None:
     status = agent.ready(stub_spec(SLOW))
     with agent.connect(status) as link:
@@ -201,7 +239,7 @@ def test_draining_past_its_grace_gives_the_work_back(agent: AgentProcess) -> Non
         link.next(Tokens)
         agent.end_replica(status.replica_id, grace_s=0.1)
         outcome = link.outcome(request)
-        assert isinstance(outcome, Failed) and outcome.code == "draining" and outcome.retry
+        assert isinstance(outcome, Parked) and outcome.last_seq == len(link.tokens(request))
         with pytest.raises((EOFError, ConnectionError)):
             while True:
                 link.receive()
