@@ -2,11 +2,12 @@
 became of every request.
 
 `Books` reads (and, for one kind of fault, rewrites) one database while the service may be running or dead; the audits
-raise nothing and give what does not add up, in words. Limits: SQLite; a busy file is waited for.
+raise nothing and give what does not add up, in words. Limits: a busy file is waited for.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from control_plane.database.placeholders import numbered
 from control_plane.history import decode_chunks
 from control_plane.records import Outcome
 from function_runtime.protocol import KvChunk
@@ -156,3 +158,25 @@ class Books:
         """Packs that a request's record names, or the index of stored KV."""
         pinned = {c.pack for (chunks,) in self.rows("SELECT chunks FROM request_kv") for c in decode_chunks(chunks)}
         return pinned | {str(pack) for (pack,) in self.rows("SELECT pack FROM kv_packs")}
+
+
+class PostgresBooks(Books):
+    """The same of a PostgreSQL database; one connection for each look."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def rows(self, statement: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        return asyncio.run(self._rows(statement, values))
+
+    def write(self, statement: str, values: Sequence[Any]) -> None:
+        asyncio.run(self._rows(statement, values))
+
+    async def _rows(self, statement: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
+        import asyncpg
+
+        connection = await asyncpg.connect(self._url, timeout=20)
+        try:
+            return [tuple(row) for row in await connection.fetch(numbered(statement)[0], *values)]
+        finally:
+            await connection.close()

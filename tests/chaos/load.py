@@ -30,6 +30,9 @@ PROMPTS = (
     "once upon a time there was a small model that knew very little, and it was content with that. Hello! How are you?",
 )
 SEEDED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 1234}
+WORDS = {"type": "array", "items": {"enum": ["coal", "steam", "fire", "water"]}, "minItems": 24, "maxItems": 30}
+LINE = "([a-z]{1,7} ){20,30}[.]"
+SENTENCES = 'start: (SENTENCE " ")+\nSENTENCE: /[A-Z][a-z]{2,9}( [a-z]{2,9}){2,5}[.]/'
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,13 @@ KINDS: tuple[Kind, ...] = (
     Kind("stop string", SEEDED, stops=True),
     Kind("two choices", {"temperature": 0.8, "seed": 99, "n": 2}),
     Kind("echo", {"temperature": 0, "echo": True}, logprobs=False),
+    Kind("json object", SEEDED | {"response_format": {"type": "json_object"}}),
+    Kind(
+        "json schema",
+        SEEDED | {"response_format": {"type": "json_schema", "json_schema": {"name": "words", "schema": WORDS}}},
+    ),
+    Kind("regex", SEEDED | {"guided_regex": LINE}),
+    Kind("grammar", SEEDED | {"guided_grammar": SENTENCES}),
     Kind("whole", SEEDED, manner="whole"),
     Kind("chat", SEEDED, path=CHAT),
     Kind("chat whole", SEEDED, manner="whole", path=CHAT),

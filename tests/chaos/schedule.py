@@ -45,7 +45,24 @@ FAULT_KINDS: tuple[FaultKind, ...] = (
     FaultKind("database locked", 2, frozenset({"storage_unavailable"})),
     FaultKind("database full", 2, frozenset({"storage_unavailable"})),
 )
-BY_NAME = {kind.name: kind for kind in FAULT_KINDS}
+"""With SQLite and a directory."""
+SERVER_KINDS: tuple[FaultKind, ...] = (
+    FaultKind("database killed", 3, frozenset({"storage_unavailable"})),
+    FaultKind("database hung", 2, frozenset({"storage_unavailable"})),
+    FaultKind("store killed", 2),
+    FaultKind("store hung", 2),
+    FaultKind("store slow", 2),
+    FaultKind("store 503", 2),
+    FaultKind("store reset", 2),
+    FaultKind("store flips bits", 3),
+)
+"""With PostgreSQL and S3, beside the kinds that hit the service's own processes."""
+BY_NAME = {kind.name: kind for kind in (*FAULT_KINDS, *SERVER_KINDS)}
+LOCAL = tuple(kind.name for kind in FAULT_KINDS)
+SERVERS = (
+    *(name for name in LOCAL if name.startswith(("kill ", "stop "))),
+    *(kind.name for kind in SERVER_KINDS),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +80,7 @@ class Fault:
 
 
 def schedule(
-    seed: int, count: int, names: Iterable[str] = BY_NAME, *, fewest: int = 10, most: int = 160
+    seed: int, count: int, names: Iterable[str] = LOCAL, *, fewest: int = 10, most: int = 160
 ) -> tuple[Fault, ...]:
     """Every kind once, in a drawn order, as far as `count` goes; then by weight."""
     rng = random.Random(f"{seed}/schedule")
