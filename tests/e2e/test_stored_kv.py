@@ -24,7 +24,7 @@ Stoker = Callable[..., Any]
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("stored")
     checkpoint = make_tiny_llama(folder / "tiny", layers=4, hidden=128)
-    with Service(folder / "data", env={"STOKER_KV_GRACE_S": "0"}) as service:
+    with Service(folder / "data", env={"STOKER_KV_GRACE_S": "0", "STOKER_KV_LOAD": "always"}) as service:
         for name, shares in (("fn", "tenant"), ("twin", "tenant"), ("alone", "function"), ("none", "none")):
             service.deploy(
                 name,
@@ -67,12 +67,12 @@ WHOLE = len(PROMPT) // 32 * 32
 
 
 def loaded_cold(service: Service, function: str = "fn") -> dict[str, Any]:
-    """An answer whose prompt came from the store, by a replica that began for it. A busy machine may read later than
-    computing takes, and then rightly computes: it gets some tries."""
+    """An answer whose prompt came from the store, by a replica that began for it and so has nothing of its own. A busy
+    machine may read a chunk later than computing it takes, and then rightly computes it: it gets some tries."""
     for _ in range(8):
         to_zero(service)
         answer = ask(service, function)
-        if cached(answer) == WHOLE:
+        if cached(answer) >= WHOLE // 2:
             return answer
     raise AssertionError(f"the prompt of {function} was never loaded, the last time {cached(answer)} tokens of it")
 
