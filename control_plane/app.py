@@ -285,6 +285,9 @@ async def serve(
         await web.SockSite(runner, listener, backlog=BACKLOG).start()
         upkeep.start()
         logger.info("event=ready url=http://%s:%d gateway=%s", host, port, context.gateway_id)
+        if settings.shared and not settings.store.uri:
+            # Requests survive all the same: what another's replica does not find in its store is computed again.
+            logger.warning("event=store_not_shared hint=give every gateway of this database the same --store")
         if on_listening is not None:
             on_listening(f"http://{host}:{port}")
         gc.collect()
