@@ -2,7 +2,7 @@
 
     StokerError
       InvalidRequest 400   Unauthenticated 401   Forbidden 403   NotFound 404   Conflict 409 (Fenced)
-      TooLarge 413   Unprocessable 422   Saturated 429   Internal 500
+      KeyDeleted 410   TooLarge 413   Unprocessable 422   Saturated 429   Internal 500
       Unavailable 503 (StorageUnavailable (LeaseLapsed), Elsewhere,
         ObjectStoreUnavailable, ModelLoading, FunctionDrained, ModelUnusable)
 
@@ -97,6 +97,15 @@ class Fenced(Conflict):
     """A write under an epoch or owner that no longer holds the request; its author must stop working on it."""
 
     default_code = "fenced"
+
+
+class KeyDeleted(StokerError):
+    """The tenant's key was deleted, and with it what it had sealed: nobody can read that any more."""
+
+    http_status = 410
+    type = "invalid_request_error"
+    default_code = "key_deleted"
+    retry = False
 
 
 class TooLarge(StokerError):

@@ -385,4 +385,21 @@ _DRAINS: Final = Migration(
     ),
 )
 
-MIGRATIONS: Final[tuple[Migration, ...]] = (_FIRST, _SECOND, _GATEWAYS, _FOURTH, _DRAINS)
+
+_TENANT_KEYS: Final = Migration(
+    6,
+    "keys of tenants, and which of them a request's stored parts are sealed with (0: none)",
+    (
+        """
+        CREATE TABLE tenant_keys (
+            tenant TEXT NOT NULL,
+            number BIGINT NOT NULL,
+            created_us BIGINT NOT NULL,
+            wrapped {blob},
+            PRIMARY KEY (tenant, number)
+        ) {clustered}""",
+        "ALTER TABLE requests ADD COLUMN sealed BIGINT NOT NULL DEFAULT 0",
+    ),
+)
+
+MIGRATIONS: Final[tuple[Migration, ...]] = (_FIRST, _SECOND, _GATEWAYS, _FOURTH, _DRAINS, _TENANT_KEYS)

@@ -1,0 +1,244 @@
+"""Encryption at rest, per tenant: what is stored of a tenant's requests is sealed with its key, and gone with it.
+
+A tenant's key is 32 bytes, kept in the database wrapped (AES-256-GCM) by the installation's master key, which is in no
+database: `STOKER_MASTER_KEY`, or a file beside the data of a single copy. Each request has a key of its own, derived
+(HMAC-SHA256) from its tenant's, so that random nonces never come near their bound. Deleting a tenant's key erases the
+wrapped bytes: journal and KV sealed with it can be read by nobody any more, in whatever backup they lie.
+Limits: model, function, times and counts are not sealed (the bill needs them); a request in flight when its key is
+deleted goes on from memory, and cannot be resumed.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from control_plane.database import Connection, Database, to_the_end
+from control_plane.errors import InvalidRequest, KeyDeleted, StorageUnavailable
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+KEY_BYTES: Final = 32
+_NONCE_BYTES: Final = 12
+NOT_SEALED: Final = 0
+"""The key number of what is stored in the clear."""
+
+
+def _cipher(key: bytes) -> AESGCM:
+    # Imported by those who seal: it costs a control plane without tenant keys nothing.
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    return AESGCM(key)
+
+
+def _seal(cipher: AESGCM, data: bytes, context: bytes) -> bytes:
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    return nonce + cipher.encrypt(nonce, data, context)
+
+
+def _open(cipher: AESGCM, sealed: bytes, context: bytes) -> bytes:
+    from cryptography.exceptions import InvalidTag
+
+    try:
+        return cipher.decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], context)
+    except (InvalidTag, ValueError) as error:
+        raise StorageUnavailable(
+            "something sealed does not open with its key: it was altered, or the master key is another one than when "
+            "it was written. Start with the master key of that time"
+        ) from error
+
+
+class RequestSeal:
+    """Seals and opens the parts of one request. Each part is bound to its name and place."""
+
+    def __init__(self, key: bytes, number: int, request_id: str) -> None:
+        self.number = number
+        self._context = request_id.encode()
+        self._cipher = _cipher(hmac.new(key, b"request\0" + self._context, hashlib.sha256).digest())
+
+    def seal(self, part: str, data: bytes) -> bytes:
+        return _seal(self._cipher, data, self._context + b"\0" + part.encode())
+
+    def open(self, part: str, sealed: bytes) -> bytes:
+        return _open(self._cipher, sealed, self._context + b"\0" + part.encode())
+
+
+@dataclass(frozen=True)
+class TenantKey:
+    tenant: str
+    number: int
+    """Counts a tenant's keys, from 1; a sealed request names the one it was sealed with."""
+    created_us: int
+    material: bytes | None
+    """None: deleted."""
+
+    @cached_property
+    def kv_key(self) -> bytes:
+        """What a slot is given to seal this tenant's KV with."""
+        return b"" if self.material is None else hmac.new(self.material, b"kv", hashlib.sha256).digest()
+
+    @property
+    def fingerprint(self) -> str:
+        """Recognises a key without giving anything of it away."""
+        if self.material is None:
+            return ""
+        return hmac.new(self.material, b"fingerprint", hashlib.sha256).hexdigest()[:16]
+
+
+class MasterKey:
+    """The installation's own key: from the environment, else from a file that is made when it is first needed."""
+
+    def __init__(self, path: Path, given: str = "") -> None:
+        self._path = path
+        self._given = given
+
+    def load(self, *, make: bool) -> bytes | None:
+        if self._given:
+            return key_of(self._given, "STOKER_MASTER_KEY")
+        try:
+            return key_of(self._path.read_text(encoding="ascii").strip(), self._path.name)
+        except FileNotFoundError:
+            pass
+        if not make:
+            return None
+        key = secrets.token_bytes(KEY_BYTES)
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.write(descriptor, base64.b64encode(key) + b"\n")
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        return key
+
+
+def key_of(text: str, name: str) -> bytes:
+    try:
+        key = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise InvalidRequest(f"{name} must be {KEY_BYTES} bytes in base64 (openssl rand -base64 32)", param="key")
+    return key
+
+
+class TenantKeys:
+    """All tenants' keys, held in memory; `refresh` reads what other gateways changed."""
+
+    def __init__(self, database: Database, master: MasterKey) -> None:
+        self._database = database
+        self._master = master
+        self._keys: dict[tuple[str, int], TenantKey] = {}
+        self._current: dict[str, TenantKey] = {}
+
+    async def refresh(self) -> None:
+        def run(connection: Connection) -> list[Any]:
+            return connection.execute(
+                "SELECT tenant, number, created_us, wrapped FROM tenant_keys ORDER BY number"
+            ).fetchall()
+
+        rows = await self._database.read(run)
+        if not rows:
+            self._keys, self._current = {}, {}
+            return
+        master = self._master.load(make=False)
+        if master is None and any(row[3] is not None for row in rows):
+            raise StorageUnavailable(
+                "tenants have keys in this database and there is no master key to open them: set STOKER_MASTER_KEY to "
+                "the one they were made with"
+            )
+        keys: dict[tuple[str, int], TenantKey] = {}
+        current: dict[str, TenantKey] = {}
+        for tenant, number, created_us, wrapped in rows:
+            material = None
+            if wrapped is not None and master is not None:
+                material = _open(_cipher(master), bytes(wrapped), f"{tenant}\0{number}".encode())
+            key = keys[tenant, number] = TenantKey(tenant, number, created_us, material)
+            current.pop(tenant, None)
+            if material is not None:
+                current[tenant] = key
+        self._keys, self._current = keys, current
+
+    def current(self, tenant: str) -> TenantKey | None:
+        """What is sealed from now on is sealed with this; None: the tenant has no key."""
+        return self._current.get(tenant)
+
+    def number(self, tenant: str) -> int:
+        key = self._current.get(tenant)
+        return NOT_SEALED if key is None else key.number
+
+    def kv_key(self, tenant: str) -> bytes:
+        key = self._current.get(tenant)
+        return b"" if key is None else key.kv_key
+
+    def seal_of(self, tenant: str, number: int, request_id: str) -> RequestSeal | None:
+        """For the parts of a request stored under key `number`; None: they are in the clear. Raises `KeyDeleted`."""
+        if number == NOT_SEALED:
+            return None
+        key = self._keys.get((tenant, number))
+        if key is None or key.material is None:
+            raise KeyDeleted(f"what was stored of {request_id} was sealed with a key that has been deleted")
+        return RequestSeal(key.material, number, request_id)
+
+    async def set(self, tenant: str, material: bytes | None = None) -> TenantKey:
+        """A new key; what earlier ones sealed can still be read. `material`: the tenant's own, else a random one."""
+        material = material or secrets.token_bytes(KEY_BYTES)
+        master = self._master.load(make=True)
+        if master is None:
+            raise StorageUnavailable("there is no master key: set STOKER_MASTER_KEY")
+        wrapping = _cipher(master)
+        now_us = time.time_ns() // 1000
+
+        def run(connection: Connection) -> int:
+            (last,) = connection.execute(
+                "SELECT COALESCE(MAX(number), 0) FROM tenant_keys WHERE tenant = :tenant", {"tenant": tenant}
+            ).fetchone()
+            number = int(last) + 1
+            values = {
+                "tenant": tenant,
+                "number": number,
+                "created_us": now_us,
+                "wrapped": _seal(wrapping, material, f"{tenant}\0{number}".encode()),
+            }
+            connection.execute(
+                "INSERT INTO tenant_keys (tenant, number, created_us, wrapped) "
+                "VALUES (:tenant, :number, :created_us, :wrapped)",
+                values,
+            )
+            return number
+
+        async def change() -> TenantKey:
+            number = await self._database.write(run, durable=True)
+            key = TenantKey(tenant, number, now_us, material)
+            self._keys[tenant, number] = self._current[tenant] = key
+            return key
+
+        return await to_the_end(change())
+
+    async def delete(self, tenant: str) -> int:
+        """Erase all of a tenant's keys, and with them what they sealed. How many there were."""
+
+        def run(connection: Connection) -> int:
+            return connection.execute(
+                "UPDATE tenant_keys SET wrapped = NULL WHERE tenant = :tenant AND wrapped IS NOT NULL",
+                {"tenant": tenant},
+            ).rowcount
+
+        async def change() -> int:
+            erased = await self._database.write(run, durable=True)
+            self._current.pop(tenant, None)
+            for place, key in list(self._keys.items()):
+                if key.tenant == tenant:
+                    self._keys[place] = TenantKey(tenant, key.number, key.created_us, None)
+            return erased
+
+        return await to_the_end(change())

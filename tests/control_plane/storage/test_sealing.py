@@ -1,0 +1,117 @@
+"""Tenants' keys: what is sealed opens with its key and place only, and with nothing once the key is deleted."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+import pytest
+
+from control_plane.database import Database
+from control_plane.errors import InvalidRequest, KeyDeleted, StorageUnavailable
+from control_plane.sealing import MasterKey, TenantKeys, key_of
+
+OWN = bytes(range(32))
+
+
+@pytest.fixture
+def master(tmp_path: Path) -> MasterKey:
+    return MasterKey(tmp_path / "master.key")
+
+
+@pytest.fixture
+async def keys(database: Database, master: MasterKey) -> TenantKeys:
+    return TenantKeys(database, master)
+
+
+async def test_a_tenant_without_a_key_seals_nothing_and_needs_no_master_key(keys: TenantKeys, tmp_path: Path) -> None:
+    await keys.refresh()
+    assert keys.number("default") == 0
+    assert keys.kv_key("default") == b""
+    assert keys.seal_of("default", 0, "r") is None
+    assert not (tmp_path / "master.key").exists()
+
+
+async def test_what_is_sealed_opens_in_its_place_only(keys: TenantKeys) -> None:
+    key = await keys.set("acme")
+    seal = keys.seal_of("acme", key.number, "chatcmpl-1")
+    assert seal is not None
+    sealed = seal.seal("prompt", b"secret words")
+    assert b"secret" not in sealed
+    assert seal.open("prompt", sealed) == b"secret words"
+    other = keys.seal_of("acme", key.number, "chatcmpl-2")
+    assert other is not None
+    for attempt in (lambda: seal.open("params", sealed), lambda: other.open("prompt", sealed),
+                    lambda: seal.open("prompt", sealed[:-1] + bytes([sealed[-1] ^ 1])),
+                    lambda: seal.open("prompt", b"")):  # fmt: skip
+        with pytest.raises(StorageUnavailable):
+            attempt()
+
+
+async def test_the_same_words_never_look_the_same_twice(keys: TenantKeys) -> None:
+    await keys.set("acme", OWN)
+    seal = keys.seal_of("acme", 1, "r")
+    assert seal is not None
+    assert seal.seal("prompt", b"x") != seal.seal("prompt", b"x")
+
+
+async def test_after_a_new_key_what_the_earlier_one_sealed_is_still_read(
+    keys: TenantKeys, database: Database, master: MasterKey
+) -> None:
+    await keys.set("acme", OWN)
+    first = keys.seal_of("acme", 1, "r")
+    assert first is not None
+    sealed = first.seal("p", b"x")
+    await keys.set("acme")
+    assert keys.number("acme") == 2
+    elsewhere = TenantKeys(database, master)
+    await elsewhere.refresh()
+    again = elsewhere.seal_of("acme", 1, "r")
+    assert again is not None and again.open("p", sealed) == b"x"
+    assert elsewhere.kv_key("acme") == keys.kv_key("acme") != b""
+
+
+async def test_deleting_the_key_deletes_what_it_sealed(keys: TenantKeys, database: Database, master: MasterKey) -> None:
+    await keys.set("acme")
+    await keys.set("other")
+    elsewhere = TenantKeys(database, master)
+    await elsewhere.refresh()
+    assert await keys.delete("acme") == 1
+    assert await keys.delete("acme") == 0
+    await elsewhere.refresh()
+    for each in (keys, elsewhere):
+        assert each.current("acme") is None
+        with pytest.raises(KeyDeleted):
+            each.seal_of("acme", 1, "r")
+        assert each.seal_of("other", 1, "r") is not None
+    (left,) = await database.read(
+        lambda connection: connection.execute("SELECT wrapped FROM tenant_keys WHERE tenant = 'acme'").fetchone()
+    )
+    assert left is None
+    assert (await keys.set("acme")).number == 2
+
+
+async def test_another_or_a_missing_master_key_is_said(keys: TenantKeys, database: Database, tmp_path: Path) -> None:
+    await keys.set("acme")
+    other = base64.b64encode(b"o" * 32).decode()
+    with pytest.raises(StorageUnavailable, match="master key"):
+        await TenantKeys(database, MasterKey(tmp_path / "none", other)).refresh()
+    with pytest.raises(StorageUnavailable, match="STOKER_MASTER_KEY"):
+        await TenantKeys(database, MasterKey(tmp_path / "none")).refresh()
+
+
+async def test_the_keys_are_nowhere_in_the_database_in_the_clear(keys: TenantKeys, database: Database) -> None:
+    await keys.set("acme", OWN)
+    rows = await database.read(lambda connection: connection.execute("SELECT * FROM tenant_keys").fetchall())
+    assert rows and not any(isinstance(cell, bytes) and OWN in cell for row in rows for cell in row)
+
+
+async def test_the_master_key_is_its_owners_only(keys: TenantKeys, tmp_path: Path) -> None:
+    await keys.set("acme")
+    assert (tmp_path / "master.key").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("text", ["", "x", "not base64!", base64.b64encode(b"short").decode()])
+def test_a_key_has_32_bytes_in_base64(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="32 bytes"):
+        key_of(text, "key")
