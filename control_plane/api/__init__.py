@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from control_plane.api import functions, keys, organization
+from control_plane.api import encryption, functions, keys, kv, organization
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -14,4 +14,10 @@ if TYPE_CHECKING:
 
 def routes(context: AppContext) -> list[web.RouteDef]:
     """Every route of this package."""
-    return [*functions.routes(context), *keys.routes(context), *organization.routes(context)]
+    return [
+        *functions.routes(context),
+        *keys.routes(context),
+        *encryption.routes(context),
+        *kv.routes(context),
+        *organization.routes(context),
+    ]

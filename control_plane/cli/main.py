@@ -25,6 +25,10 @@ keys_app = typer.Typer(help="API keys.", no_args_is_help=True, rich_markup_mode=
 app.add_typer(keys_app, name="keys")
 kv_app = typer.Typer(help="Stored KV of prompts and conversations.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(kv_app, name="kv")
+encryption_app = typer.Typer(
+    help="A key of your own for what is stored of your requests.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(encryption_app, name="encryption")
 
 DataDirOption = Annotated[
     Path | None,
@@ -381,3 +385,41 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+@command(encryption_app, "show")
+def encryption_show(data_dir: DataDirOption = None, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Whether there is a key, and which."""
+    from control_plane.cli.encryption import show_encryption
+
+    show_encryption(data_dir, url, as_json)
+
+
+@command(encryption_app, "set")
+def encryption_set(
+    key_file: Annotated[
+        Path | None, typer.Option(help="File with 32 bytes in base64; without it a random key is made.")
+    ] = None,
+    data_dir: DataDirOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Seal from now on with a new key; what earlier keys sealed stays readable."""
+    from control_plane.cli.encryption import set_key
+
+    set_key(data_dir, url, key_file, as_json)
+
+
+@command(encryption_app, "delete")
+def encryption_delete(
+    yes: Annotated[bool, typer.Option("--yes", help="Do it without asking.")] = False,
+    data_dir: DataDirOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete every key of your tenant, and with them all that they sealed, for good."""
+    from control_plane.cli.encryption import delete_key
+
+    if not yes:
+        typer.confirm("Stored requests and KV of your tenant will be unreadable for good. Delete its keys?", abort=True)
+    delete_key(data_dir, url, as_json)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from control_plane.api import drains, functions, keys, kv, organization
+from control_plane import api
+from control_plane.api import drains
 from control_plane.context import AppContext
 from control_plane.gateway import generate, health, internal, models, operate, responses, resume
 
@@ -42,9 +43,6 @@ def routes(context: AppContext) -> list[web.RouteDef]:
         web.get("/api/v1/why/{id:.+}", operate.why),
         web.post("/api/v1/drain", operate.drain),
         *drains.routes(),
-        *functions.routes(context),
-        *keys.routes(context),
-        *kv.routes(context),
-        *organization.routes(context),
+        *api.routes(context),
         *internal.routes(context),
     ]
