@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from function_runtime.kv.sealing import ChunkSeal
@@ -12,6 +12,7 @@ KEY = bytes(range(32))
 PACK = "kv/packs/ab/" + "ab" * 32
 
 
+@settings(deadline=None)
 @given(
     data=st.binary(max_size=300),
     offset=st.integers(0, 2**40),
