@@ -45,10 +45,15 @@ class ChunkSeal:
         stream.update(bytes(skip))
         return stream.update(bytes(data) if isinstance(data, memoryview) and not data.contiguous else data)
 
-    def apply_parts(self, pack: str, offset: int, parts: Sequence[bytes | memoryview]) -> list[bytes]:
-        """Parts that lie one after another from `offset` on."""
+    def apply_parts(self, pack: str, offset: int, parts: Sequence[bytes | memoryview]) -> Sequence[bytes | memoryview]:
+        """Parts that lie one after another from `offset` on; without a key they are not even copied."""
+        if not self._key:
+            return parts
         sealed: list[bytes] = []
         for part in parts:
             sealed.append(self.apply(pack, offset, part))
             offset += len(part)
         return sealed
+
+
+CLEAR: Final = ChunkSeal(b"")

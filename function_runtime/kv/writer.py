@@ -20,6 +20,7 @@ from function_runtime.errors import KvError
 from function_runtime.kv.bandwidth import Bandwidth
 from function_runtime.kv.chunk import ChunkHead, encode_chunk
 from function_runtime.kv.pack import MAX_CHUNKS, build_pack
+from function_runtime.kv.sealing import CLEAR, ChunkSeal
 from function_runtime.protocol import KvChunk
 from model_loader.errors import LoaderError
 from model_loader.objects import ObjectStore
@@ -43,6 +44,8 @@ class Pending:
     data: memoryview
     is_wanted: Callable[[], bool]
     """Asked before it is stored; what nobody wants any more is dropped without a word."""
+    seal: ChunkSeal = CLEAR
+    """What the scope's chunks are sealed with at rest; the same for everything of a scope."""
     queued_s: float = field(default_factory=time.monotonic)
 
 
@@ -222,7 +225,9 @@ class KvWriter:
             return 0
         chunks_of = [(pending.head.chain, encode_chunk(pending.head, pending.data)) for pending in wanted]
         pack = build_pack(chunks_of)
-        nbytes = store.put(pack.key, *pack.parts, durable=self._durable)
+        header, *chunk_parts = pack.parts
+        sealed = wanted[0].seal.apply_parts(pack.key, len(header), chunk_parts)
+        nbytes = store.put(pack.key, header, *sealed, durable=self._durable)
         self.counts.packs += 1
         self.counts.chunks += len(wanted)
         self.counts.nbytes += nbytes
