@@ -24,9 +24,9 @@ from control_plane.lanes import FunctionKey
 from control_plane.live_request import LiveRequest, TimeLimits
 from control_plane.records import OutcomeError, RequestRecord, RequestState
 from control_plane.request_log import RequestLog
+from control_plane.sealing import TenantKeys
 from control_plane.seating import Seating
 from control_plane.serving import Serving, limits_of
-from control_plane.tenants import Keys
 
 logger = logging.getLogger(__name__)
 
@@ -38,14 +38,14 @@ class Adopting:
     def __init__(
         self,
         journal: Journal,
-        keys: Keys,
+        tenant_keys: TenantKeys,
         serving: Serving,
         dispatcher: Dispatcher,
         seating: Seating,
         kv_desk: KvDesk,
     ) -> None:
         self._journal = journal
-        self._keys = keys
+        self._tenant_keys = tenant_keys
         self._serving = serving
         self._dispatcher = dispatcher
         self._seating = seating
@@ -98,7 +98,7 @@ class Adopting:
         shares, price = ("tenant", 0)
         if revision is not None:
             shares, price = revision.spec.share_prefixes, revision.spec.price_microusd_per_hour
-        origin = origin_of(record, limits, await self._keys.kv_scope(record.tenant), shares, price)
+        origin = origin_of(record, limits, await self._tenant_keys.kv_access(record.tenant), shares, price)
         fast = revision is not None and revision.spec.resume == "fast"
         origin = dataclasses.replace(origin, reuse=self._kv_desk.reuse(origin), fast=fast)
         # Whoever was reading it is gone with the gateway: that is not the client's leaving.

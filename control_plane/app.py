@@ -53,6 +53,7 @@ from control_plane.object_store import StoreWatch
 from control_plane.parking import Parking
 from control_plane.peers import Peers
 from control_plane.records import RequestState
+from control_plane.sealing import MasterKey, TenantKeys
 from control_plane.seating import Seating
 from control_plane.serving import Serving
 from control_plane.settings import Settings
@@ -84,6 +85,9 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
     db = await Database.open(settings.database_url, settings.database)
     journal = Journal(db, gateway_id, settings.retention)
     ledger, decisions, keys = Ledger(db), Decisions(db), Keys(db)
+    # Out of the environment like the admin's key: what this process starts has no business with it.
+    master = MasterKey(settings.data_dir / "master.key", os.environ.pop("STOKER_MASTER_KEY", "").strip())
+    tenant_keys = TenantKeys(db, keys, master)
     gateways = Gateways(db, gateway_id, settings.gateway, alone=not settings.shared)
     peers = Peers(gateways, internal_token(await keys.internal_secret("gateways")))
     functions = FunctionStore(db, settings.models)
@@ -105,7 +109,7 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
     fleet = Fleet(slots, ledger)
     seating = Seating(fleet, dispatcher, journal, gateways.alone)
     serving = Serving(functions, dispatcher, settings.queue)
-    adopting = Adopting(journal, keys, serving, dispatcher, seating, kv_desk)
+    adopting = Adopting(journal, tenant_keys, serving, dispatcher, seating, kv_desk)
     prompts = PromptMakers()
     importing = Importing(settings, functions, fleet, prompts)
     serving.import_again = importing.again
@@ -127,6 +131,7 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
         ledger=ledger,
         functions=functions,
         keys=keys,
+        tenant_keys=tenant_keys,
         decisions=decisions,
         dispatcher=dispatcher,
         drains=drains,
@@ -181,6 +186,7 @@ async def start_context(context: AppContext, url: str = "", predecessor: str = "
     """Read what is known, take over what an earlier life left, begin to watch the slots. `url`: where it listens;
     `predecessor`: the gateway whose data directory this is now."""
     await context.keys.refresh()
+    await context.tenant_keys.refresh()
     # Taken out of the environment: what this process starts has no business with it.
     given = os.environ.pop("STOKER_ADMIN_KEY", "").strip()
     await context.keys.ensure_admin_key(context.settings.admin_key_path, given)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from control_plane.metrics import Metrics
     from control_plane.object_store import StoreWatch
     from control_plane.peers import Peers
+    from control_plane.sealing import TenantKeys
     from control_plane.seating import Seating
     from control_plane.serving import Serving
     from control_plane.settings import Settings
@@ -51,6 +52,7 @@ class AppContext:
     ledger: Ledger
     functions: FunctionStore
     keys: Keys
+    tenant_keys: TenantKeys
     decisions: Decisions
     dispatcher: Dispatcher
     drains: Drains
@@ -81,6 +83,7 @@ class AppContext:
             self.gateways.look_soon()
         if "keys" in what:
             await self.keys.refresh()
+            await self.tenant_keys.refresh()
         if "functions" in what:
             await self.functions.refresh()
         if "drains" in what:

@@ -80,6 +80,7 @@ ENVIRONMENT: Final[dict[str, tuple[str, str, Callable[[str], Any]] | None]] = {
     "STOKER_KV_QUOTA_BYTES": ("kv", "quota_bytes", _count),
     "STOKER_KV_GRACE_S": ("kv", "grace_s", _seconds),
     "STOKER_KV_ORPHAN_S": ("kv", "orphan_s", _seconds),
+    "STOKER_MASTER_KEY": None,  # what tenants' keys are wrapped with: in no settings, in no database
     "STOKER_ADMIN_KEY": None,  # the first administrator's key: read where keys are made, never kept in settings
 }
 

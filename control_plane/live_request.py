@@ -117,6 +117,8 @@ class Origin:
     """Name of the conversation it belongs to (from `prompt_cache_key`)."""
     price_microusd_per_hour: int = 0
     reuse: Reuse = NO_REUSE
+    kv_key: bytes = b""
+    """What its KV is sealed with at rest; empty: not at all."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -263,6 +265,7 @@ class LiveRequest:
             epoch=self.epoch,
             tenant=origin.tenant,
             kv_scope=origin.kv_scope,
+            kv_key=origin.kv_key,
             prompt=origin.prompt,
             sampling=origin.sampling,
             produced=tuple(self.log.events),

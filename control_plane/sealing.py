@@ -20,10 +20,11 @@ import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from control_plane.database import Connection, Database, to_the_end
 from control_plane.errors import InvalidRequest, KeyDeleted, StorageUnavailable
+from control_plane.tenants import Keys
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -95,6 +96,14 @@ class TenantKey:
         return hmac.new(self.material, b"fingerprint", hashlib.sha256).hexdigest()[:16]
 
 
+class KvAccess(NamedTuple):
+    """What a request's stored KV is found and opened with."""
+
+    scope: str
+    key: bytes = b""
+    """Empty: in the clear."""
+
+
 class MasterKey:
     """The installation's own key: from the environment, else from a file that is made when it is first needed."""
 
@@ -134,8 +143,9 @@ def key_of(text: str, name: str) -> bytes:
 class TenantKeys:
     """All tenants' keys, held in memory; `refresh` reads what other gateways changed."""
 
-    def __init__(self, database: Database, master: MasterKey) -> None:
+    def __init__(self, database: Database, keys: Keys, master: MasterKey) -> None:
         self._database = database
+        self._api_keys = keys
         self._master = master
         self._keys: dict[tuple[str, int], TenantKey] = {}
         self._current: dict[str, TenantKey] = {}
@@ -176,9 +186,11 @@ class TenantKeys:
         key = self._current.get(tenant)
         return NOT_SEALED if key is None else key.number
 
-    def kv_key(self, tenant: str) -> bytes:
-        key = self._current.get(tenant)
-        return b"" if key is None else key.kv_key
+    async def kv_access(self, tenant: str, number: int | None = None) -> KvAccess:
+        """How a request finds its KV: one that was accepted under key `number` finds what was sealed with that."""
+        key = self._current.get(tenant) if number is None else self._keys.get((tenant, number))
+        scope = await self._api_keys.kv_scope(tenant, NOT_SEALED if key is None else key.number)
+        return KvAccess(scope, b"" if key is None else key.kv_key)
 
     def seal_of(self, tenant: str, number: int, request_id: str) -> RequestSeal | None:
         """For the parts of a request stored under key `number`; None: they are in the clear. Raises `KeyDeleted`."""

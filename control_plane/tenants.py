@@ -208,12 +208,14 @@ class Keys:
 
         return await self._database.write(run)
 
-    async def kv_scope(self, tenant: str) -> str:
-        """Under what name a tenant's KV is kept: an HMAC, so that nobody can name another tenant's."""
-        scope = self._scopes.get(tenant)
+    async def kv_scope(self, tenant: str, key_number: int = 0) -> str:
+        """Under what name a tenant's KV is kept: an HMAC, so that nobody can name another tenant's. What is sealed with
+        different keys is kept under different names."""
+        name = f"{tenant}\0{key_number}" if key_number else tenant
+        scope = self._scopes.get(name)
         if scope is None:
             secret = await self.internal_secret("kv-scope")
-            scope = self._scopes[tenant] = hmac.new(secret, tenant.encode(), hashlib.sha256).hexdigest()
+            scope = self._scopes[name] = hmac.new(secret, name.encode(), hashlib.sha256).hexdigest()
         return scope
 
 

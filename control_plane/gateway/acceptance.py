@@ -28,6 +28,7 @@ from control_plane.kv_desk import conversation_of, function_scope
 from control_plane.live_request import LiveRequest, Origin, TimeLimits
 from control_plane.records import NewRequest, RequestRecord, pack_tokens, unpack_tokens
 from control_plane.request_log import End, RequestLog
+from control_plane.sealing import KvAccess
 from control_plane.serving import Servable
 from control_plane.tenants import ApiKey
 from function_runtime.protocol import Sampling
@@ -73,9 +74,10 @@ def new_origin(
     prompt: tuple[int, ...],
     sampling: Sampling,
     echo: str,
-    kv_scope: str,
+    kv: KvAccess,
 ) -> Origin:
     options = msgspec.structs.replace(parsed.options, echo=echo) if echo else parsed.options
+    kv_scope = kv.scope
     if servable.share_prefixes == "function":
         kv_scope = function_scope(kv_scope, servable.function)
     return Origin(
@@ -91,6 +93,7 @@ def new_origin(
         options=options,
         limits=servable.limits,
         kv_scope=kv_scope,
+        kv_key=kv.key,
         write_kv=servable.durability != "off",
         durable=servable.durability != "off",
         created_us=time.time_ns() // 1000,
@@ -197,10 +200,11 @@ async def find(context: AppContext, record: RequestRecord) -> tuple[LiveRequest 
 
 
 def origin_of(
-    record: RequestRecord, limits: TimeLimits, kv_scope: str, share_prefixes: str = "tenant", price: int = 0
+    record: RequestRecord, limits: TimeLimits, kv: KvAccess, share_prefixes: str = "tenant", price: int = 0
 ) -> Origin:
     """The origin of a request adopted from the journal."""
     params = _decode_params(record.params)
+    kv_scope = kv.scope
     if share_prefixes == "function":
         kv_scope = function_scope(kv_scope, record.function)
     return Origin(
@@ -216,6 +220,7 @@ def origin_of(
         options=params.options,
         limits=limits,
         kv_scope=kv_scope,
+        kv_key=kv.key,
         write_kv=record.durability != "off",
         durable=record.durability != "off",
         created_us=record.created_us,

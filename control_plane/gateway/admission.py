@@ -18,6 +18,7 @@ from control_plane.gateway.parsing import GenerationRequest
 from control_plane.gateway.prompts import PromptMaker
 from control_plane.gateway.reading import Answer, EventWriter
 from control_plane.live_request import LiveRequest, Origin
+from control_plane.sealing import KvAccess
 from control_plane.serving import Servable
 from control_plane.tenants import ApiKey
 
@@ -36,13 +37,13 @@ class Prepared:
     maker: PromptMaker
     prompts: tuple[tuple[int, ...], ...]
     context_tokens: int
-    kv_scope: str
+    kv: KvAccess
 
     def origin(self, prompt: tuple[int, ...]) -> Origin:
         maker = self.maker
         sampling = maker.sampling(self.parsed.sampling, len(prompt), self.context_tokens, randomness.getrandbits(63))
         echo = maker.text(prompt) if self.parsed.echo else ""
-        return new_origin(self.principal, self.parsed, self.servable, prompt, sampling, echo, self.kv_scope)
+        return new_origin(self.principal, self.parsed, self.servable, prompt, sampling, echo, self.kv)
 
 
 def refuse_while_draining(context: AppContext) -> None:
@@ -93,8 +94,8 @@ async def prepare(
             f"no replica of {servable.function} is ready; one is being started",
             retry_after_s=context.serving.start_estimate_s(servable),
         )
-    kv_scope = await context.keys.kv_scope(principal.tenant)
-    return Prepared(principal, parsed, servable, maker, prompts, context_tokens, kv_scope)
+    kv = await context.tenant_keys.kv_access(principal.tenant)
+    return Prepared(principal, parsed, servable, maker, prompts, context_tokens, kv)
 
 
 async def admit(

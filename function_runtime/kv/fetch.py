@@ -19,6 +19,7 @@ from typing import Final, TypeAlias
 from function_runtime.errors import KvError
 from function_runtime.kv.arrival import Arrival, ArrivingChunk, ChunkState
 from function_runtime.kv.chunk import ChunkHead, LayerPlace, check_layer, header_nbytes, open_header
+from function_runtime.kv.sealing import CLEAR, ChunkSeal
 from function_runtime.protocol import KvChunk
 from model_loader.errors import MissingObject
 from model_loader.objects import ObjectStore
@@ -123,8 +124,9 @@ class _Chunk:
 class Fetch:
     """Begins the reads of an arrival. `deadlines_s` are seconds from now, one for each chunk wanted."""
 
-    def __init__(self, store: ObjectStore, executor: Executor, bad: Bad) -> None:
+    def __init__(self, store: ObjectStore, executor: Executor, bad: Bad, seal: ChunkSeal = CLEAR) -> None:
         self._store = store
+        self._seal = seal
         self._executor = executor
         self._bad = bad
 
@@ -198,6 +200,7 @@ class Fetch:
             if within_s <= 0:
                 raise TimeoutError("not read in time")
             self._store.get_into(pack, offset, view, within_s=min(within_s, 3600.0))
+            self._seal.open_in_place(pack, offset, view)
             return True
         except Exception as error:
             # Whatever it was: a chunk that is not here is computed.

@@ -19,6 +19,7 @@ from function_runtime.kv.chunk import ChunkHead
 from function_runtime.kv.fetch import Fetch, Wanted, spans
 from function_runtime.kv.identity import Chain, KvIdentity
 from function_runtime.kv.plan import Candidate, Known, Plan, plan
+from function_runtime.kv.sealing import ChunkSeal
 from function_runtime.kv.speeds import Speeds
 from function_runtime.protocol import KvChunk, Work
 from model_loader.objects import ObjectStore
@@ -127,7 +128,8 @@ class Reading:
     ) -> Arrival:
         self.nbytes = sum(w.chunk.nbytes for w in wanted)
         self.reads = len(spans(wanted)) if pieces == 1 else len(wanted) * pieces
-        fetch = Fetch(store, executor, lambda chunk, why: self.outcome.bad.append((chunk, why)))
+        seal = ChunkSeal(self.work.kv_key)
+        fetch = Fetch(store, executor, lambda chunk, why: self.outcome.bad.append((chunk, why)), seal)
         return fetch.begin(wanted, deadlines_s, pieces=pieces, from_back=from_back, reason=reason, other=self._instead)
 
     def _instead(self, failed: KvChunk) -> Wanted | None:

@@ -45,6 +45,10 @@ class ChunkSeal:
         stream.update(bytes(skip))
         return stream.update(bytes(data) if isinstance(data, memoryview) and not data.contiguous else data)
 
+    def open_in_place(self, pack: str, offset: int, view: memoryview) -> None:
+        if self._key:
+            view[:] = self.apply(pack, offset, view)
+
     def apply_parts(self, pack: str, offset: int, parts: Sequence[bytes | memoryview]) -> Sequence[bytes | memoryview]:
         """Parts that lie one after another from `offset` on; without a key they are not even copied."""
         if not self._key:

@@ -34,6 +34,7 @@ from function_runtime.kv.keeping import Prefix, Speeds, decide
 from function_runtime.kv.known import Key, KnownChunks
 from function_runtime.kv.plan import MAX_DEADLINE_S
 from function_runtime.kv.reader import Capabilities, Reading, Restoration, sequences
+from function_runtime.kv.sealing import ChunkSeal
 from function_runtime.kv.settings import KvReplicaSettings
 from function_runtime.kv.speeds import DIRECTORY_PRIOR, READERS, REMOTE_PRIOR, Measured
 from function_runtime.kv.writer import KvWriter, Pending, Told
@@ -56,6 +57,7 @@ class _Written:
         self.held = held
         self.tokens = [list(tokens) for tokens in sequences(held.work)]
         self.chains = [Chain(identity, held.work.kv_scope) for _ in self.tokens]
+        self.seal = ChunkSeal(held.work.kv_key)
         self.packs: set[str] = set()
         self.chunks: dict[int, KvChunk] = {}
         """Of choice 0, by start: the longest that is stored."""
@@ -322,7 +324,7 @@ class DurableKv:
         self._copies[copy.key] = copy
         if choice == 0:
             written.waiting[start] = max(end, written.waiting.get(start, 0))
-        self._writer.put(Pending(copy, choice, head, data, is_wanted=lambda: self._may_write(copy)))
+        self._writer.put(Pending(copy, choice, head, data, lambda: self._may_write(copy), written.seal))
 
     def _told(self, told: Told, dropped: str) -> None:
         """From the writer's thread, all of a pack at once."""

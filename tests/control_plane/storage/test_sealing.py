@@ -10,6 +10,7 @@ import pytest
 from control_plane.database import Database
 from control_plane.errors import InvalidRequest, KeyDeleted, StorageUnavailable
 from control_plane.sealing import MasterKey, TenantKeys, key_of
+from control_plane.tenants import Keys
 
 OWN = bytes(range(32))
 
@@ -21,13 +22,13 @@ def master(tmp_path: Path) -> MasterKey:
 
 @pytest.fixture
 async def keys(database: Database, master: MasterKey) -> TenantKeys:
-    return TenantKeys(database, master)
+    return TenantKeys(database, Keys(database), master)
 
 
 async def test_a_tenant_without_a_key_seals_nothing_and_needs_no_master_key(keys: TenantKeys, tmp_path: Path) -> None:
     await keys.refresh()
     assert keys.number("default") == 0
-    assert keys.kv_key("default") == b""
+    assert (await keys.kv_access("default")).key == b""
     assert keys.seal_of("default", 0, "r") is None
     assert not (tmp_path / "master.key").exists()
 
@@ -64,17 +65,20 @@ async def test_after_a_new_key_what_the_earlier_one_sealed_is_still_read(
     sealed = first.seal("p", b"x")
     await keys.set("acme")
     assert keys.number("acme") == 2
-    elsewhere = TenantKeys(database, master)
+    elsewhere = TenantKeys(database, Keys(database), master)
     await elsewhere.refresh()
     again = elsewhere.seal_of("acme", 1, "r")
     assert again is not None and again.open("p", sealed) == b"x"
-    assert elsewhere.kv_key("acme") == keys.kv_key("acme") != b""
+    now, then = await elsewhere.kv_access("acme"), await elsewhere.kv_access("acme", 1)
+    assert now == await keys.kv_access("acme")
+    assert len({now.key, then.key, b""}) == 3
+    assert now.scope != then.scope
 
 
 async def test_deleting_the_key_deletes_what_it_sealed(keys: TenantKeys, database: Database, master: MasterKey) -> None:
     await keys.set("acme")
     await keys.set("other")
-    elsewhere = TenantKeys(database, master)
+    elsewhere = TenantKeys(database, Keys(database), master)
     await elsewhere.refresh()
     assert await keys.delete("acme") == 1
     assert await keys.delete("acme") == 0
@@ -95,9 +99,9 @@ async def test_another_or_a_missing_master_key_is_said(keys: TenantKeys, databas
     await keys.set("acme")
     other = base64.b64encode(b"o" * 32).decode()
     with pytest.raises(StorageUnavailable, match="master key"):
-        await TenantKeys(database, MasterKey(tmp_path / "none", other)).refresh()
+        await TenantKeys(database, Keys(database), MasterKey(tmp_path / "none", other)).refresh()
     with pytest.raises(StorageUnavailable, match="STOKER_MASTER_KEY"):
-        await TenantKeys(database, MasterKey(tmp_path / "none")).refresh()
+        await TenantKeys(database, Keys(database), MasterKey(tmp_path / "none")).refresh()
 
 
 async def test_the_keys_are_nowhere_in_the_database_in_the_clear(keys: TenantKeys, database: Database) -> None:
