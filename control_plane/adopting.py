@@ -22,7 +22,7 @@ from control_plane.journal import Journal
 from control_plane.kv_desk import KvDesk
 from control_plane.lanes import FunctionKey
 from control_plane.live_request import LiveRequest, TimeLimits
-from control_plane.records import OutcomeError, RequestRecord, RequestState
+from control_plane.records import Outcome, OutcomeError, RequestRecord, RequestState
 from control_plane.request_log import RequestLog
 from control_plane.sealing import TenantKeys
 from control_plane.seating import Seating
@@ -93,6 +93,10 @@ class Adopting:
             self.on_adopted()
 
     async def _resume(self, record: RequestRecord) -> None:
+        if not record.params:
+            error = OutcomeError(410, "key_deleted", "its input was sealed with a key that has been deleted")
+            await self._journal.finish(record.id, record.epoch, Outcome(RequestState.FAILED, error=error))
+            return
         revision = self._serving.revision((record.tenant, record.function), record.revision)
         limits = limits_of(revision) if revision is not None else DEFAULT_LIMITS
         shares, price = ("tenant", 0)

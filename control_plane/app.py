@@ -83,11 +83,11 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
     """Everything but HTTP, opened and put together; nothing runs yet."""
     gateway_id = new_gateway_id()
     db = await Database.open(settings.database_url, settings.database)
-    journal = Journal(db, gateway_id, settings.retention)
     ledger, decisions, keys = Ledger(db), Decisions(db), Keys(db)
     # Out of the environment like the admin's key: what this process starts has no business with it.
     master = MasterKey(settings.data_dir / "master.key", os.environ.pop("STOKER_MASTER_KEY", "").strip())
     tenant_keys = TenantKeys(db, keys, master)
+    journal = Journal(db, gateway_id, settings.retention, tenant_keys)
     gateways = Gateways(db, gateway_id, settings.gateway, alone=not settings.shared)
     peers = Peers(gateways, internal_token(await keys.internal_secret("gateways")))
     functions = FunctionStore(db, settings.models)

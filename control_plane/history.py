@@ -1,19 +1,22 @@
 """Reading the journal: requests, their logs, their attempts, the KV a resume may load.
 
-Every answer is one read transaction. Limits: what retention has dropped is gone (an empty log, empty input), while the
-request's row and its ledger rows stay longer.
+Every answer is one read transaction. What is sealed is opened here. Limits: what retention has dropped
+is gone (an empty log, empty input), while the request's row and its ledger rows stay longer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
 
 from control_plane import statements as sql
 from control_plane.database import Connection, Database
+from control_plane.errors import KeyDeleted
 from control_plane.records import Attempt, Outcome, RequestRecord, RequestState
+from control_plane.sealing import RequestSeal, TenantKeys
 from function_runtime.protocol import DeviceTime, KvChunk, TokenEvent
 
 _decode_events: Final = msgspec.msgpack.Decoder(list[TokenEvent]).decode
@@ -23,18 +26,44 @@ decode_chunks: Final = msgspec.msgpack.Decoder(list[KvChunk]).decode
 
 
 class History:
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, tenant_keys: TenantKeys | None = None) -> None:
         self._database = database
+        self._tenant_keys = tenant_keys
+
+    def _seal_of(self, tenant: str, number: int, request_id: str) -> RequestSeal | None:
+        """None: in the clear. Raises `KeyDeleted`."""
+        return None if self._tenant_keys is None else self._tenant_keys.seal_of(tenant, number, request_id)
+
+    def _opened(self, record: RequestRecord) -> RequestRecord:
+        """With its input as it was given. What was sealed with a deleted key is gone like what retention dropped."""
+        if not record.sealed or not record.params:
+            return record
+        try:
+            seal = self._seal_of(record.tenant, record.sealed, record.id)
+        except KeyDeleted:
+            return replace(record, params=b"", prompt=b"")
+        if seal is None:
+            return record
+        params, prompt = seal.open("params", record.params), seal.open("prompt", record.prompt)
+        return replace(record, params=params, prompt=prompt)
 
     async def log(self, request_id: str, after_seq: int = 0) -> list[TokenEvent]:
         """The tokens behind `after_seq`, in order."""
 
-        def run(connection: Connection) -> list[Any]:
-            return connection.execute(sql.READ_LOG, {"id": request_id, "after": after_seq}).fetchall()
+        def run(connection: Connection) -> tuple[Any, list[Any]]:
+            sealed = connection.execute(sql.SEALED, {"id": request_id}).fetchone()
+            return sealed, connection.execute(sql.READ_LOG, {"id": request_id, "after": after_seq}).fetchall()
 
         events: list[TokenEvent] = []
-        for first_seq, payload in await self._database.read(run):
-            decoded = _decode_events(payload)
+        sealed, rows = await self._database.read(run)
+        if sealed is None:
+            return events
+        try:
+            seal = self._seal_of(sealed[0], sealed[1], request_id)
+        except KeyDeleted:
+            return events
+        for first_seq, payload in rows:
+            decoded = _decode_events(payload if seal is None else seal.open(f"log/{first_seq}", bytes(payload)))
             events.extend(decoded[after_seq + 1 - first_seq :] if first_seq <= after_seq else decoded)
         return events
 
@@ -43,7 +72,7 @@ class History:
         query = sql.GET if tenant is None else sql.GET_OF_TENANT
         values = {"id": request_id, "tenant": tenant}
         row = await self._database.read(lambda connection: connection.execute(query, values).fetchone())
-        return None if row is None else record_of(row)
+        return None if row is None else self._opened(record_of(row))
 
     async def whose(self, request_ids: Collection[str]) -> dict[str, tuple[str, int, RequestState]]:
         """(owner, epoch, state) of those that are known."""
@@ -61,7 +90,7 @@ class History:
     async def recent(self, function: str, limit: int = 20) -> list[RequestRecord]:
         values = {"function": function, "limit": limit}
         rows = await self._database.read(lambda connection: connection.execute(sql.RECENT, values).fetchall())
-        return [record_of(row) for row in rows]
+        return [self._opened(record_of(row)) for row in rows]
 
     async def attempts(self, request_id: str) -> list[Attempt]:
         values = {"id": request_id}
@@ -94,7 +123,7 @@ def record_of(row: Sequence[Any]) -> RequestRecord:
     device = DeviceTime(row[23], row[24])
     ends = _decode_ends(row[25]) if row[25] else ()
     outcome = _decode_outcome(row[26]) if row[26] else None
-    fixed[23:] = [device, ends, outcome, row[27] or b"", row[28] or b""]
+    fixed[23:] = [device, ends, outcome, bytes(row[27] or b""), bytes(row[28] or b""), row[29]]
     return RequestRecord(*fixed)
 
 

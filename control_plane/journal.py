@@ -36,6 +36,7 @@ from control_plane.records import (
     unpack_tokens,
 )
 from control_plane.retention import Retention
+from control_plane.sealing import NOT_SEALED, RequestSeal, TenantKeys
 from control_plane.settings import RetentionSettings
 from control_plane.standing import device_entries, end_attempt, entries_of, standing, standing_of
 from function_runtime.protocol import Accepted as Taken
@@ -66,9 +67,10 @@ def now_us() -> int:
 class _Live:
     """What this gateway must know of a request to write its log."""
 
-    __slots__ = ("durable", "epoch", "last_seq", "logged")
+    __slots__ = ("durable", "epoch", "last_seq", "logged", "seal")
 
-    def __init__(self, durability: str, epoch: int, last_seq: int) -> None:
+    def __init__(self, durability: str, epoch: int, last_seq: int, seal: RequestSeal | None = None) -> None:
+        self.seal = seal
         self.logged = durability != "off"
         self.durable = durability == "host"
         self.epoch = epoch
@@ -90,9 +92,10 @@ class Journal(History):
         database: Database,
         gateway_id: str,
         retention: RetentionSettings | None = None,
+        tenant_keys: TenantKeys | None = None,
     ) -> None:
         self.gateway_id = gateway_id
-        super().__init__(database)
+        super().__init__(database, tenant_keys)
         self._retention = retention or RetentionSettings()
         self.may_write: Callable[[], bool] = lambda: True
         """Whether this gateway holds its lease: without it nothing is begun, logged or ended, until it has it again."""
@@ -120,10 +123,14 @@ class Journal(History):
             rows = connection.execute(sql.MINE, {"me": self.gateway_id}).fetchall()
             return [record_of(row) for row in rows]
 
-        records = await self._database.write(run)
+        records = [self._opened(record) for record in await self._database.write(run)]
         for record in records:
-            self._live.setdefault(record.id, _Live(record.durability, record.epoch, record.last_seq))
+            self._live.setdefault(record.id, self._live_of(record))
         return records
+
+    def _live_of(self, record: RequestRecord) -> _Live:
+        seal = self._seal_of(record.tenant, record.sealed, record.id) if record.params else None
+        return _Live(record.durability, record.epoch, record.last_seq, seal)
 
     async def take_over(self, owners: Collection[str]) -> list[RequestRecord]:
         """Make the unfinished requests of these gateways mine while it runs; only those that were theirs until now are
@@ -137,9 +144,9 @@ class Journal(History):
                     found.append(record_of(connection.execute(sql.GET, {"id": request_id}).fetchone()))
             return sorted(found, key=lambda record: (record.created_us, record.id))
 
-        records = await self._database.write(run)
+        records = [self._opened(record) for record in await self._database.write(run)]
         for record in records:
-            self._live[record.id] = _Live(record.durability, record.epoch, record.last_seq)
+            self._live[record.id] = self._live_of(record)
         return records
 
     # --- accept, assign, requeue --------------------------------------------------------------------------------
@@ -149,6 +156,11 @@ class Journal(History):
         (replica, slot): with the same write its first attempt begins there, under epoch 1. The write is handed over
         before this returns: what the caller writes about the request from then on comes behind it."""
         replica_id, slot_id = place or (None, None)
+        number = NOT_SEALED if self._tenant_keys is None else self._tenant_keys.number(new.tenant)
+        seal = self._seal_of(new.tenant, number, new.id)
+        params, prompt = new.params, new.prompt
+        if seal is not None:
+            params, prompt = seal.seal("params", params), seal.seal("prompt", prompt)
         values = {
             "id": new.id,
             "tenant": new.tenant,
@@ -170,11 +182,12 @@ class Journal(History):
             "replica_id": replica_id,
             "slot_id": slot_id,
             "now": None if place is None else now_us(),
+            "sealed": number,
         }
 
         def run(connection: Connection) -> RequestRecord | None:
             if connection.execute(sql.ACCEPT, values).rowcount == 1:
-                connection.execute(sql.ACCEPT_INPUT, {"id": new.id, "params": new.params, "prompt": new.prompt})
+                connection.execute(sql.ACCEPT_INPUT, {"id": new.id, "params": params, "prompt": prompt})
                 if place is not None:
                     connection.execute(sql.OPEN_ATTEMPT, {**values, "epoch": 0, "last_seq": 0})
                 return None
@@ -182,7 +195,7 @@ class Journal(History):
 
         if not self.may_write():
             return self._lapsed()
-        self._live[new.id] = _Live(new.durability, 0 if place is None else 1, 0)
+        self._live[new.id] = _Live(new.durability, 0 if place is None else 1, 0, seal)
         # Only an idempotency key can make it raise for a reason of its own.
         guarded = new.idempotency_key is not None
         if place is not None:
@@ -200,7 +213,7 @@ class Journal(History):
             raise
         if earlier is not None:
             del self._live[new.id]
-            return Accepted(earlier, attached=True)
+            return Accepted(self._opened(earlier), attached=True)
         return Accepted(fresh_record(new, self.gateway_id), attached=False)
 
     async def _lapsed(self) -> NoReturn:
@@ -306,6 +319,8 @@ class Journal(History):
                 live.last_seq += count
             future.set_result(granted)
             return future
+        if live is not None and live.seal is not None:
+            payload = live.seal.seal(f"log/{first_seq}", payload)
         durable = live is not None and live.durable
         last_seq = first_seq + count - 1
         if first_seq > 1:

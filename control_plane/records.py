@@ -142,8 +142,10 @@ class RequestRecord:
     """Schedule of the attempt that produced the first token; empty while there is none."""
     outcome: Outcome | None
     params: bytes
-    """Empty once the retention of the input has passed."""
+    """Empty once the retention of the input has passed, or the key it was sealed with is deleted."""
     prompt: bytes
+    sealed: int = 0
+    """Number of the tenant's key that input and log are sealed with in the database; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)

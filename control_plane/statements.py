@@ -18,9 +18,11 @@ UPDATE requests SET owner = :me WHERE owner = :owner AND state IN ('queued', 'ru
 
 ACCEPT: Final = """
 INSERT INTO requests (id, tenant, key_id, function, revision, endpoint, model, durability, on_disconnect, stream,
-    idempotency_key, body_hash, input_tokens, created_us, state, owner, epoch, replica_id, slot_id, assigned_us)
+    idempotency_key, body_hash, input_tokens, created_us, state, owner, epoch, replica_id, slot_id, assigned_us,
+    sealed)
 VALUES (:id, :tenant, :key_id, :function, :revision, :endpoint, :model, :durability, :on_disconnect, :stream,
-    :idempotency_key, :body_hash, :input_tokens, :created_us, :state, :me, :first_epoch, :replica_id, :slot_id, :now)
+    :idempotency_key, :body_hash, :input_tokens, :created_us, :state, :me, :first_epoch, :replica_id, :slot_id, :now,
+    :sealed)
 ON CONFLICT DO NOTHING"""
 
 ACCEPT_INPUT: Final = "INSERT INTO request_inputs (request_id, params, prompt) VALUES (:id, :params, :prompt)"
@@ -29,7 +31,7 @@ _RECORD: Final = """
 SELECT r.id, r.tenant, r.key_id, r.function, r.revision, r.endpoint, r.model, r.durability, r.on_disconnect, r.stream,
     r.idempotency_key, r.input_tokens, r.created_us, r.state, r.owner, r.epoch, r.last_seq, r.replica_id, r.slot_id,
     r.assigned_us, r.first_token_us, r.finished_us, r.cached_tokens, r.prefill_us, r.decode_us, r.prefill_ends,
-    r.outcome, i.params, i.prompt
+    r.outcome, i.params, i.prompt, r.sealed
 FROM requests r LEFT JOIN request_inputs i ON i.request_id = r.id"""
 
 GET: Final = _RECORD + " WHERE r.id = :id"
@@ -39,6 +41,8 @@ RECENT: Final = _RECORD + " WHERE r.function = :function ORDER BY r.created_us D
 
 BY_IDEMPOTENCY_KEY: Final = """
 SELECT id, body_hash FROM requests WHERE tenant = :tenant AND idempotency_key = :idempotency_key"""
+
+SEALED: Final = "SELECT tenant, sealed FROM requests WHERE id = :id"
 
 WHOSE: Final = "SELECT owner, epoch, state FROM requests WHERE id = :id"
 

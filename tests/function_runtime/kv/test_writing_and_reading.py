@@ -15,6 +15,7 @@ from function_runtime.engine_like import RestoredKv
 from function_runtime.kv import writer as writer_module
 from function_runtime.kv.identity import Chain
 from function_runtime.kv.reader import Restoration, read_kv
+from function_runtime.kv.sealing import CLEAR, ChunkSeal
 from function_runtime.kv.writer import KvWriter, Pending, Told
 from function_runtime.protocol import KvChunk, TokenEvent, Work
 from model_loader.errors import StoreError
@@ -52,10 +53,12 @@ class Stored:
         self.told: list[tuple[Hashable, tuple[KvChunk, ...], str]] = []
         self.writer = KvWriter(lambda: self.store, into(self.told))
 
-    def write(self, choice: int, start: int, end: int, owner: str = "r", scope: str = "a") -> None:
+    def write(
+        self, choice: int, start: int, end: int, owner: str = "r", scope: str = "a", seal: ChunkSeal = CLEAR
+    ) -> None:
         head = head_of(start, end, tokens=sequence(choice), scope=scope)
         data = memoryview(bytearray(data_of(choice, start, end)))
-        self.writer.put(Pending(owner, choice, head, data, is_wanted=lambda: True))
+        self.writer.put(Pending(owner, choice, head, data, is_wanted=lambda: True, seal=seal))
 
     def chunks(self) -> tuple[KvChunk, ...]:
         assert self.writer.flush(10)
@@ -246,3 +249,18 @@ def test_what_nobody_wants_any_more_is_not_stored(tmp_path: Path) -> None:
     assert writer.flush(5)
     writer.close()
     assert told == [] and not list(tmp_path.rglob("packs"))
+
+
+def test_what_a_tenants_key_sealed_is_read_with_that_key_and_no_other(stored: Stored) -> None:
+    key = bytes(range(32))
+    stored.write(0, 0, 16, seal=ChunkSeal(key))
+    stored.write(0, 16, 32, seal=ChunkSeal(key))
+    chunks = stored.chunks()
+    packs = [stored.store.get(chunk.pack) for chunk in chunks]
+    assert not any(data_of(0, start, start + 16)[:32] in pack for pack in packs for start in (0, 16))
+    assert not any(b"tokens" in pack for pack in packs)
+    assert restored(read(request(chunks, kv_key=key), stored.store)).lengths[0] == 32
+    for wrong in (b"", key[::-1]):
+        outcome = read(request(chunks, kv_key=wrong), stored.store)
+        assert outcome.restored is None
+        assert outcome.bad
