@@ -26,7 +26,7 @@ async def rebuild(context: AppContext) -> AsyncIterator[Line]:
     is: quarantined packs stay quarantined."""
     owners = await _scopes(context)
     counts = {"packs": 0, "chunks": 0, "new": 0, "strangers": 0, "bad": 0}
-    async for line in run_tool("scan", context.kv_collection.store_uri):
+    async for line in run_tool("scan", context.kv_collection.store_uri, (), context.tenant_keys.kv_keys()):
         if line["event"] == "bad":
             counts["bad"] += 1
             yield line
@@ -78,9 +78,11 @@ async def _scopes(context: AppContext) -> dict[str, Keeper]:
     owners: dict[str, Keeper] = {}
     price = context.settings.kv.device_microusd_per_hour
     for (tenant,) in tenants:
-        scope = await context.keys.kv_scope(str(tenant))
-        owners[scope] = Keeper(str(tenant), "", scope, "", price)
+        for number in context.tenant_keys.numbers(str(tenant)):
+            scope = await context.keys.kv_scope(str(tenant), number)
+            owners[scope] = Keeper(str(tenant), "", scope, "", price)
     for tenant, name in functions:
-        scope = function_scope(await context.keys.kv_scope(str(tenant)), str(name))
-        owners[scope] = Keeper(str(tenant), str(name), scope, "", price)
+        for number in context.tenant_keys.numbers(str(tenant)):
+            scope = function_scope(await context.keys.kv_scope(str(tenant), number), str(name))
+            owners[scope] = Keeper(str(tenant), str(name), scope, "", price)
     return owners

@@ -22,8 +22,11 @@ _one_at_a_time: Final = asyncio.Semaphore(1)
 Line = dict[str, Any]
 
 
-async def run_tool(command: str, store_uri: str, packs: Iterable[str] = ()) -> AsyncIterator[Line]:
-    """The tool's lines; `error` becomes `Unavailable`, and so does an end without `done`."""
+async def run_tool(
+    command: str, store_uri: str, packs: Iterable[str] = (), kv_keys: Iterable[bytes] = ()
+) -> AsyncIterator[Line]:
+    """The tool's lines; `error` becomes `Unavailable`, and so does an end without `done`. `kv_keys`: of the tenants that
+    have keys."""
     async with _one_at_a_time:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "function_runtime.kv.tool", command, "--store", store_uri),
@@ -36,7 +39,7 @@ async def run_tool(command: str, store_uri: str, packs: Iterable[str] = ()) -> A
         try:
             if process.stdin is None or process.stdout is None:
                 raise Unavailable("the KV tool has no pipes")
-            feeding = asyncio.ensure_future(_feed(process.stdin, packs))
+            feeding = asyncio.ensure_future(_feed(process.stdin, (*(f"key {key.hex()}" for key in kv_keys), *packs)))
             done = False
             async for raw in process.stdout:
                 line: Line = json.loads(raw)

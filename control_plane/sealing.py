@@ -192,6 +192,14 @@ class TenantKeys:
         scope = await self._api_keys.kv_scope(tenant, NOT_SEALED if key is None else key.number)
         return KvAccess(scope, b"" if key is None else key.kv_key)
 
+    def numbers(self, tenant: str) -> list[int]:
+        """Under which key numbers a tenant's KV may lie: in the clear, and sealed with each key that is not deleted."""
+        return [NOT_SEALED, *(n for (t, n), key in self._keys.items() if t == tenant and key.material is not None)]
+
+    def kv_keys(self) -> list[bytes]:
+        """Of every key that is not deleted."""
+        return [key.kv_key for key in self._keys.values() if key.material is not None]
+
     def seal_of(self, tenant: str, number: int, request_id: str) -> RequestSeal | None:
         """For the parts of a request stored under key `number`; None: they are in the clear. Raises `KeyDeleted`."""
         if number == NOT_SEALED:

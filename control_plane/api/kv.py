@@ -75,7 +75,7 @@ def routes(context: AppContext) -> list[web.RouteDef]:
         pack = await named_pack(request.match_info["name"], tenant)
         (known,) = [item for item in await index.packs(tenant, 1 << 31) if item["pack"] == pack]
         found: Line = {}
-        async for line in run_tool("inspect", collection.store_uri, [pack]):
+        async for line in run_tool("inspect", collection.store_uri, [pack], context.tenant_keys.kv_keys()):
             if line["event"] in ("pack", "bad"):
                 found = line
         return web.json_response({"object": "kv_pack", "index": known, "store": found})
@@ -86,7 +86,7 @@ def routes(context: AppContext) -> list[web.RouteDef]:
         packs = [await named_pack(name, tenant) for name in asked] or await index.live_packs(tenant)
 
         async def lines() -> AsyncIterator[Line]:
-            async for line in run_tool("verify", collection.store_uri, packs):
+            async for line in run_tool("verify", collection.store_uri, packs, context.tenant_keys.kv_keys()):
                 if line["event"] == "bad":
                     await index.quarantine(line["pack"], tenant, f"verified: {line['reason']}")
                     context.decisions.record(

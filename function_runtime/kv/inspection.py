@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from function_runtime.kv.checksum import crc32c
 from function_runtime.kv.fields import decode_fields, encode_fields
 from function_runtime.kv.identity import link
 from function_runtime.kv.pack import PackEntry, read_entries
+from function_runtime.kv.sealing import CLEAR, ChunkSeal
 from model_loader.objects import ObjectStore
 
 HEAD_GUESS_BYTES: Final = 16 * 1024
@@ -123,27 +125,46 @@ class NeedMore(Exception):
         self.nbytes = nbytes
 
 
-def scan_pack(store: ObjectStore, key: str) -> list[FoundChunk]:
-    """What a pack holds, by its header and those of its chunks."""
+def _clear(seals: Sequence[ChunkSeal], pack: str, offset: int, raw: bytes, is_right: Callable[[bytes], bool]) -> bytes:
+    """A range as it was before it was sealed, if one of the keys opens it; else as it lies there."""
+    for seal in (CLEAR, *seals):
+        data = seal.apply(pack, offset, raw)
+        if is_right(data):
+            return data
+    return raw
+
+
+def scan_pack(store: ObjectStore, key: str, seals: Sequence[ChunkSeal] = ()) -> list[FoundChunk]:
+    """What a pack holds, by its header and those of its chunks. `seals`: of the tenants that have keys."""
     found: list[FoundChunk] = []
+
+    def begin(entry: PackEntry, nbytes: int) -> bytes:
+        raw = store.get(key, entry.offset, nbytes)
+        return _clear(seals, key, entry.offset, raw, lambda data: data.startswith(format_of.MAGIC))
+
     for entry in read_entries(store, key):
-        head = store.get(key, entry.offset, min(HEAD_GUESS_BYTES, entry.nbytes))
+        head = begin(entry, min(HEAD_GUESS_BYTES, entry.nbytes))
         try:
             chunk = parse_head(head, entry)
         except NeedMore as more:
-            chunk = parse_head(store.get(key, entry.offset, more.nbytes), entry)
+            chunk = parse_head(begin(entry, more.nbytes), entry)
         if chunk.fields["chain"] != entry.chain:
             raise KvError(f"the chunk at {entry.offset} is not the one the pack's header names")
         found.append(chunk)
     return found
 
 
-def check_pack(store: ObjectStore, key: str) -> list[FoundChunk]:
+def check_pack(store: ObjectStore, key: str, seals: Sequence[ChunkSeal] = ()) -> list[FoundChunk]:
     """Reads and checks every byte that a chunk has; raises `KvError` with the first that is wrong."""
     found: list[FoundChunk] = []
+
+    def is_of(digest: str) -> Callable[[bytes], bool]:
+        return lambda data: hashlib.sha256(data).hexdigest() == digest
+
     for entry in read_entries(store, key):
         where = f"chunk at {entry.offset}"
         raw = store.get(key, entry.offset, entry.nbytes)
+        raw = _clear(seals, key, entry.offset, raw, is_of(entry.digest))
         if hashlib.sha256(raw).hexdigest() != entry.digest:
             raise KvError(f"{where}: its bytes do not have the digest of the pack's header")
         try:

@@ -4,7 +4,8 @@
     verify    every byte of them read and checked
     scan      every pack of the store by its headers, for an index that is to be rebuilt
 
-A line per pack (`pack`, or `bad` with its reason), progress in between, `done` at the end. Limits: one pack after
+Lines `key HEX` on standard input are keys of tenants, tried on what does not lie there in the clear. A line per pack
+(`pack`, or `bad` with its reason), progress in between, `done` at the end. Limits: one pack after
 another; it writes nothing anywhere.
 """
 
@@ -14,12 +15,13 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from function_runtime.errors import KvError
 from function_runtime.kv.inspection import check_pack, scan_pack
 from function_runtime.kv.pack import PREFIX
+from function_runtime.kv.sealing import ChunkSeal
 from model_loader.errors import LoaderError, MissingObject, ShortObject
 from model_loader.objects import ObjectStore, open_store
 
@@ -30,14 +32,14 @@ def say(event: str, **values: Any) -> None:
     print(json.dumps({"event": event, **values}), flush=True)
 
 
-def run(command: str, store: ObjectStore, packs: list[tuple[str, int]]) -> None:
+def run(command: str, store: ObjectStore, packs: list[tuple[str, int]], seals: Sequence[ChunkSeal] = ()) -> None:
     """(key, bytes) each. Trouble with the store itself ends it: nothing is called bad because it could not be read."""
     total = sum(nbytes for _, nbytes in packs)
     done = checked = bad = 0
     told_s = 0.0
     for key, nbytes in packs:
         try:
-            found = check_pack(store, key) if command == "verify" else scan_pack(store, key)
+            found = (check_pack if command == "verify" else scan_pack)(store, key, seals)
         except (KvError, MissingObject, ShortObject) as error:
             bad += 1
             say("bad", pack=key, nbytes=nbytes, reason=str(error))
@@ -52,8 +54,15 @@ def run(command: str, store: ObjectStore, packs: list[tuple[str, int]]) -> None:
     say("done", checked=checked, bad=bad, nbytes=total)
 
 
-def named(store: ObjectStore, lines: Iterator[str]) -> list[tuple[str, int]]:
-    return [(key, store.exists(key) or 0) for line in lines if (key := line.strip())]
+_KEY: Final = "key "
+
+
+def named(store: ObjectStore, lines: Iterable[str]) -> list[tuple[str, int]]:
+    return [(key, store.exists(key) or 0) for line in lines if (key := line.strip()) and not key.startswith(_KEY)]
+
+
+def seals_of(lines: Iterable[str]) -> list[ChunkSeal]:
+    return [ChunkSeal(bytes.fromhex(line.removeprefix(_KEY).strip())) for line in lines if line.startswith(_KEY)]
 
 
 def main() -> int:
@@ -63,11 +72,12 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         store = open_store(arguments.store)
+        lines = list(sys.stdin)
         if arguments.command == "scan":
             packs = [(info.key, info.nbytes) for info in store.list(PREFIX)]
         else:
-            packs = named(store, iter(sys.stdin))
-        run(arguments.command, store, packs)
+            packs = named(store, lines)
+        run(arguments.command, store, packs, seals_of(lines))
     except (LoaderError, OSError) as error:
         say("error", code=getattr(error, "code", "object_store_error"), message=str(error))
         return 1

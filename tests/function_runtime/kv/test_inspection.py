@@ -13,6 +13,7 @@ import pytest
 from function_runtime.errors import KvError
 from function_runtime.kv import tool
 from function_runtime.kv.inspection import check_pack, scan_pack
+from function_runtime.kv.sealing import ChunkSeal
 from function_runtime.protocol import KvChunk
 from model_loader.errors import LoaderError
 from tests.function_runtime.kv.test_chunks import IDENTITY
@@ -81,3 +82,19 @@ def test_the_tool_tells_bad_packs_from_sound_ones(
     shown = run("inspect", stored, monkeypatch, capsys, sound)[0]
     assert shown["chunks"][0]["made_of"]["dtype"] == "float32" and shown["chunks"][0]["layer_count"] == 3
     assert {line.get("pack") for line in run("scan", stored, monkeypatch, capsys) if line["event"] == "pack"} == {sound}
+
+
+def test_sealed_packs_are_looked_into_with_their_key_only(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    keys = [bytes([number]) * 32 for number in (1, 2)]
+    stored.write(0, 0, 32, seal=ChunkSeal(keys[1]))
+    (chunk,) = stored.chunks()
+    told = [f"key {key.hex()}" for key in keys]
+    for command in ("inspect", "verify", "scan"):
+        lines = run(command, stored, monkeypatch, capsys, *told, chunk.pack)
+        assert [line["event"] for line in lines] == ["pack", "done"], command
+        lines = run(command, stored, monkeypatch, capsys, told[0], chunk.pack)
+        assert [line["event"] for line in lines] == ["bad", "done"], command
+    (found,) = scan_pack(stored.store, chunk.pack, [ChunkSeal(key) for key in keys])
+    assert found.record()["chain"] == chunk.chain
