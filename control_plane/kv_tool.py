@@ -25,7 +25,7 @@ Line = dict[str, Any]
 async def run_tool(
     command: str, store_uri: str, packs: Iterable[str] = (), kv_keys: Iterable[bytes] = ()
 ) -> AsyncIterator[Line]:
-    """The tool's lines; `error` becomes `Unavailable`, and so does an end without `done`. `kv_keys`: of the tenants that
+    """The tool's lines; `error` becomes `Unavailable`, and so does an end without `done`. `kv_keys`: of tenants that
     have keys."""
     async with _one_at_a_time:
         process = await asyncio.create_subprocess_exec(

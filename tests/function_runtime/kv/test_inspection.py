@@ -92,9 +92,8 @@ def test_sealed_packs_are_looked_into_with_their_key_only(
     (chunk,) = stored.chunks()
     told = [f"key {key.hex()}" for key in keys]
     for command in ("inspect", "verify", "scan"):
-        lines = run(command, stored, monkeypatch, capsys, *told, chunk.pack)
-        assert [line["event"] for line in lines] == ["pack", "done"], command
-        lines = run(command, stored, monkeypatch, capsys, told[0], chunk.pack)
-        assert [line["event"] for line in lines] == ["bad", "done"], command
+        for given, expected in ((told, "pack"), (told[:1], "bad")):
+            lines = run(command, stored, monkeypatch, capsys, *given, chunk.pack)
+            assert [line["event"] for line in lines if line["event"] != "progress"] == [expected, "done"], command
     (found,) = scan_pack(stored.store, chunk.pack, [ChunkSeal(key) for key in keys])
     assert found.record()["chain"] == chunk.chain
