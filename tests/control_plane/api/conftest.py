@@ -18,6 +18,7 @@ from control_plane.decisions import Decisions
 from control_plane.dispatch import Dispatcher
 from control_plane.functions import FunctionStore
 from control_plane.journal import Journal
+from control_plane.kv_index import KvIndex
 from control_plane.settings import ModelSettings, QueueSettings
 from control_plane.tenants import Keys, Role
 
@@ -54,7 +55,9 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
     keys = Keys(database)
     functions = FunctionStore(database, ModelSettings(allowed=("pypi://*", "hf://*")))
     dispatcher = Dispatcher(Journal(database, "gw-1"), Decisions(database), QueueSettings())
-    context = cast(AppContext, SimpleNamespace(db=database, keys=keys, functions=functions, dispatcher=dispatcher))
+    parts = SimpleNamespace(db=database, keys=keys, functions=functions, dispatcher=dispatcher)
+    parts.kv_index, parts.kv_collection = KvIndex(database), None
+    context = cast(AppContext, parts)
     app = web.Application(middlewares=[error_middleware])
     app.add_routes(routes(context))
 

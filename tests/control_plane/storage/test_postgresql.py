@@ -134,7 +134,7 @@ REQUEST = {
     "id": "chatcmpl-1", "tenant": "default", "key_id": "k", "function": "smol", "revision": 1, "endpoint": "chat",
     "model": "smol", "durability": "process", "on_disconnect": "cancel", "stream": 1, "idempotency_key": "key",
     "body_hash": b"h", "input_tokens": 3, "created_us": 1, "state": "queued", "me": "gw-old",
-    "first_epoch": 0,
+    "first_epoch": 0, "sealed": 0,
 }  # fmt: skip
 
 
