@@ -102,7 +102,9 @@ class Adopting:
         shares, price = ("tenant", 0)
         if revision is not None:
             shares, price = revision.spec.share_prefixes, revision.spec.price_microusd_per_hour
-        origin = origin_of(record, limits, await self._tenant_keys.kv_access(record.tenant), shares, price)
+        origin = origin_of(
+            record, limits, await self._tenant_keys.kv_access(record.tenant, record.sealed), shares, price
+        )
         fast = revision is not None and revision.spec.resume == "fast"
         origin = dataclasses.replace(origin, reuse=self._kv_desk.reuse(origin), fast=fast)
         # Whoever was reading it is gone with the gateway: that is not the client's leaving.
