@@ -13,6 +13,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import sysconfig
 import time
 from dataclasses import dataclass
@@ -20,6 +21,12 @@ from pathlib import Path
 
 START_S = 40.0
 TRIES = 3
+DIES_WITH_PARENT = """
+import os, sys
+from function_runtime.process import die_with_parent
+if die_with_parent(int(sys.argv[1])):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
 SOCKETS = Path("/tmp")
 """Where it makes sockets beside its ports, whatever it is told."""
 
@@ -118,6 +125,9 @@ class Seaweed:
         command += [f"-s3.config={users}", "-volume.max=200", "-master.volumeSizeLimitMB=1024"]
         # It would make a user of its own of credentials that it finds.
         environ = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+        # A run that is killed takes its store with it.
+        environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+        command = [sys.executable, "-c", DIES_WITH_PARENT, str(os.getpid()), *command]
         with (self.folder / "weed.log").open("ab") as log:
             self.process = subprocess.Popen(
                 command,
