@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 from function_runtime.protocol import (
     Accepted,
+    Failed,
     Finished,
     KvAsk,
     KvBad,
@@ -30,6 +32,7 @@ from function_runtime.protocol import (
     Tokens,
     Work,
 )
+from function_runtime.serving import STOOD_STILL_NS
 from tests.function_runtime.worker.conftest import TinyModel
 from tests.support.replica_client import AgentError, AgentProcess, ReplicaLink, wait_for, work
 
@@ -202,6 +205,32 @@ def test_a_parked_request_leaves_its_kv_for_whoever_goes_on_and_others_run_on(
         assert [event for _, event in successor.tokens(resumed)] == whole[known:]
     end(native_agent, first)
     end(native_agent, second)
+
+
+@pytest.mark.slow
+def test_a_slot_that_was_stopped_for_long_gives_its_work_up_and_stores_nothing_more(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """Others may have taken over by then: agent and replica are stopped together, as a whole machine would be."""
+    store = tmp_path / "store"
+    with AgentProcess(tmp_path / "slot") as agent:
+        status = agent.ready(tiny_model.spec(store))
+        with agent.connect(status) as link:
+            request = link.submit(request_of(SAMPLINGS["greedy"]))
+            while len(link.tokens(request)) < 20:
+                link.next(Tokens)
+            for pid in (agent.process.pid, status.pid):
+                os.kill(pid, signal.SIGSTOP)
+            kept = {path: path.read_bytes() for path in store.rglob("*") if path.is_file()}
+            time.sleep(STOOD_STILL_NS / 1e9 + 1.0)  # the time it takes is what this is about
+            for pid in (status.pid, agent.process.pid):
+                os.kill(pid, signal.SIGCONT)
+            failed = link.outcome(request)
+            assert isinstance(failed, Failed) and failed.retry and failed.code == "stalled", failed
+            link.settle(request)
+            after = link.submit(request_of(SAMPLINGS["greedy"], write_kv=False))
+            assert isinstance(link.outcome(after), Finished)
+        assert {path: path.read_bytes() for path in store.rglob("*") if path.is_file()} == kept
 
 
 def test_kv_of_a_settled_request_is_deleted(native_agent: AgentProcess, tiny_model: TinyModel, tmp_path: Path) -> None:
