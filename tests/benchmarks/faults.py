@@ -72,7 +72,8 @@ def show(found: dict[str, Any]) -> None:
     report.table("Faults that hit something", ["fault", "times"], sorted(found["hits"].items()))
     report.table("Requests", ["kind", "asked"], sorted(found["asked"].items()))
     rows = [
-        [name, found[name]] for name in ("faults", "requests", "resumes", "exact_resumes", "misses_seen", "rounded")
+        [name, found[name]]
+        for name in ("faults", "requests", "resumes", "exact_resumes", "destroyed", "misses_seen", "rounded")
     ]
     rows += [[name, len(found[name])] for name in PROPERTIES]
     report.table(f"Seed {found['seed']}", ["what", "count"], [*rows, ["orphan packs", found["orphans"]]])
