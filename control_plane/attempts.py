@@ -32,7 +32,7 @@ from function_runtime.protocol import (
     Unknown,
 )
 
-FRUITLESS_MAX: Final = 8
+FRUITLESS_MAX: Final = 16
 """Attempts in a row without one new token after which a request is taken for the cause of its losses."""
 
 

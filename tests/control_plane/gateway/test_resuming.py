@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from control_plane.attempts import FRUITLESS_MAX
 from control_plane.records import RequestState
 from function_runtime.protocol import DeviceTime, Failed, Settled, Submit
 from tests.control_plane.gateway.conftest import Plane, Stream, body, text_of, until
@@ -129,7 +130,7 @@ async def test_a_request_that_takes_down_every_replica_ends(plane: Plane) -> Non
     response = await task
     assert response.status == 500
     assert (await response.json())["error"]["code"] == "attempts_exhausted"
-    assert killed == 8
+    assert killed == FRUITLESS_MAX
 
 
 async def test_after_a_gateways_death_a_reader_gets_the_rest_and_only_the_rest(plane: Plane) -> None:
