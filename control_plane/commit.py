@@ -119,11 +119,13 @@ class Commits:
             if done.cancelled():
                 return
             error = done.exception()
-            if isinstance(error, StokerError):
+            if error is not None:
+                # Only the journal's own word (False) says that the request is another's; a fault, whichever, passes.
                 pause_s = RETRY_S[min(tries, len(RETRY_S) - 1)]
                 logger.warning(
-                    "event=append_refused request=%s retry_s=%s error=%s", request.request_id, pause_s, error
-                )
+                    "event=append_refused request=%s retry_s=%s error=%s",
+                    request.request_id, pause_s, error, exc_info=None if isinstance(error, StokerError) else error,
+                )  # fmt: skip
                 away_s = time.monotonic() - since_s
                 if away_s >= self._journal.patience_s:
                     request.keep_for_later(away_s)
@@ -135,10 +137,7 @@ class Commits:
                 request.committing.set_result(None)
                 request.committing = None
             request.committing_events = []
-            if error is not None:
-                logger.error("event=append_failed request=%s", request.request_id, exc_info=error)
-                self._fenced(request)
-            elif not done.result():
+            if not done.result():
                 self._fenced(request)
             else:
                 request.log.extend(events)

@@ -178,8 +178,9 @@ class Dispatcher:
         except Fenced:
             self.endings.fenced(request)
             return
-        except StokerError as error:
-            logger.warning("event=assign_refused request=%s error=%s", request.request_id, error)
+        except Exception as error:
+            unknown = not isinstance(error, StokerError)
+            logger.warning("event=assign_refused request=%s error=%s", request.request_id, error, exc_info=unknown)
             await asyncio.sleep(RETRY_S[2])
             if request.phase is not Phase.ASSIGNING:
                 return

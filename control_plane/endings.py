@@ -111,11 +111,12 @@ class Endings:
             try:
                 written = await self._journal.finish(request.request_id, epoch, request.outcome(state, error))
                 break
-            except StokerError as refused:
+            except Exception as refused:
                 pause_s = RETRY_S[min(tries, len(RETRY_S) - 1)]
                 logger.warning(
-                    "event=finish_refused request=%s retry_s=%s error=%s", request.request_id, pause_s, refused
-                )
+                    "event=finish_refused request=%s retry_s=%s error=%s",
+                    request.request_id, pause_s, refused, exc_info=not isinstance(refused, StokerError),
+                )  # fmt: skip
                 tries += 1
                 away_s = time.monotonic() - since_s
                 if away_s >= self._journal.patience_s:

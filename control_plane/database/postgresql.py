@@ -16,7 +16,8 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -107,13 +108,15 @@ class PostgresSession:
         if not parameters and sql.lstrip().startswith(ONCE):
             return PostgresResult([], self._run(self._raw.execute(sql)))
         prepared = self._prepared(sql)
-        rows: list[Any] = self._run(prepared.statement.fetch(*_arguments(prepared, parameters)))
-        return PostgresResult(rows, prepared.statement.get_statusmsg())
+        with self._watched():  # the driver looks at the connection also where it asks nothing of the server
+            rows: list[Any] = self._run(prepared.statement.fetch(*_arguments(prepared, parameters)))
+            return PostgresResult(rows, prepared.statement.get_statusmsg())
 
     def executemany(self, sql: str, parameters: Any, /) -> PostgresResult:
         """All of them on one way to the server."""
         prepared = self._prepared(sql)
-        self._run(prepared.statement.executemany([_arguments(prepared, each) for each in parameters]))
+        with self._watched():
+            self._run(prepared.statement.executemany([_arguments(prepared, each) for each in parameters]))
         return PostgresResult([], None)
 
     def _prepared(self, sql: str) -> _Prepared:
@@ -128,8 +131,14 @@ class PostgresSession:
         return found
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        try:
+        with self._watched():
             return self._loop.run_until_complete(work)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """A connection that is gone is said in one way."""
+        try:
+            yield
         except (OSError, asyncpg.InterfaceError, asyncpg.PostgresConnectionError) as error:
             # A statement that timed out leaves a server that may answer later, or never: not on this connection.
             if isinstance(error, TimeoutError) or self._raw.is_closed() or isinstance(error, OSError):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from control_plane.database import Database
+from control_plane.records import RequestState
 from function_runtime.protocol import Settled
 from tests.control_plane.gateway.conftest import Plane, Stream, body, text_of, until
 from tests.control_plane.gateway.fakes import token_text
@@ -167,3 +168,32 @@ async def test_without_a_log_a_function_still_answers_and_a_death_is_an_honest_e
         text = await response.text()
     assert "gateway_lost" in text
     assert "durability: off" in text
+
+
+@pytest.mark.parametrize("what", ["append", "finish", "assign"])
+async def test_a_fault_that_nobody_foresaw_loses_no_request(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Once, instead of the write, something that is no storage fault by its class; the request is not let go."""
+    await plane.deploy()
+    journal, raised = plane.context.journal, []
+    write = getattr(journal, what)
+
+    def failing(*given: Any, **named: Any) -> Any:
+        if raised:
+            return write(*given, **named)
+        raised.append(what)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        future.set_exception(RuntimeError("the driver says something new"))
+        return future
+
+    async def failing_coroutine(*given: Any, **named: Any) -> Any:
+        return await failing(*given, **named)
+
+    monkeypatch.setattr(journal, what, failing if what == "append" else failing_coroutine)
+    async with plane.post(body(stream=True)) as response:
+        assert text_of(await Stream(response).all()) == "".join(token_text(7, 0, p) for p in range(5))
+    await until(lambda: not plane.context.dispatcher.requests)
+    assert raised == [what]
+    (record,) = await journal.recent("fn")
+    assert record.state is RequestState.DONE

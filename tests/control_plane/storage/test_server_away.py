@@ -171,6 +171,25 @@ async def test_a_function_that_ignored_a_failed_statement_is_told_that_nothing_w
 # --- a server that goes away --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("place", ["before the commit", "between two statements"])
+async def test_a_connection_that_closes_between_two_calls_of_the_driver_costs_nobody_an_error(
+    two: tuple[Database, Database], place: str
+) -> None:
+    database, tries = two[0], 0
+
+    def closing(connection: Any) -> int:
+        nonlocal tries
+        tries += 1
+        put("a")(connection)
+        if tries == 1:
+            connection._raw.terminate()
+            if place == "between two statements":
+                put("b")(connection)
+        return tries
+
+    assert await database.write(closing) == 2
+
+
 async def test_a_restarted_server_costs_nobody_an_error(away: tuple[Database, PostgresServer]) -> None:
     database, server = away
     await database.write(put("a"))
