@@ -115,7 +115,7 @@ def test_a_bad_chunk_falls_back_to_a_shorter_one_from_the_same_start(stored: Sto
     path.write_bytes(raw)
     outcome = read(request((*first, longest)), stored.store)
     assert restored(outcome).lengths == (50, 0)
-    assert "checksum" in outcome.detail
+    assert "digest" in outcome.detail
 
 
 @pytest.mark.parametrize("damage", ["deleted", "short", "empty", "zero tail", "another pack's bytes"])
