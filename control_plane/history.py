@@ -6,7 +6,7 @@ is gone (an empty log, empty input), while the request's row and its ledger rows
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -34,6 +34,16 @@ class History:
         """None: in the clear. Raises `KeyDeleted`."""
         return None if self._tenant_keys is None else self._tenant_keys.seal_of(tenant, number, request_id)
 
+    async def _learn_keys(self, sealed: Iterable[tuple[str, int]]) -> None:
+        """A key that was set through another gateway is read now: what is not known is not yet deleted."""
+        keys = self._tenant_keys
+        if keys is not None and not all(keys.knows(tenant, number) for tenant, number in sealed):
+            await keys.refresh()
+
+    async def _all_opened(self, records: list[RequestRecord]) -> list[RequestRecord]:
+        await self._learn_keys((record.tenant, record.sealed) for record in records)
+        return [self._opened(record) for record in records]
+
     def _opened(self, record: RequestRecord) -> RequestRecord:
         """With its input as it was given. What was sealed with a deleted key is gone like what retention dropped."""
         if not record.sealed or not record.params:
@@ -58,6 +68,7 @@ class History:
         sealed, rows = await self._database.read(run)
         if sealed is None:
             return events
+        await self._learn_keys([(sealed[0], sealed[1])])
         try:
             seal = self._seal_of(sealed[0], sealed[1], request_id)
         except KeyDeleted:
@@ -72,7 +83,7 @@ class History:
         query = sql.GET if tenant is None else sql.GET_OF_TENANT
         values = {"id": request_id, "tenant": tenant}
         row = await self._database.read(lambda connection: connection.execute(query, values).fetchone())
-        return None if row is None else self._opened(record_of(row))
+        return None if row is None else (await self._all_opened([record_of(row)]))[0]
 
     async def whose(self, request_ids: Collection[str]) -> dict[str, tuple[str, int, RequestState]]:
         """(owner, epoch, state) of those that are known."""
@@ -90,7 +101,7 @@ class History:
     async def recent(self, function: str, limit: int = 20) -> list[RequestRecord]:
         values = {"function": function, "limit": limit}
         rows = await self._database.read(lambda connection: connection.execute(sql.RECENT, values).fetchall())
-        return [self._opened(record_of(row)) for row in rows]
+        return await self._all_opened([record_of(row) for row in rows])
 
     async def attempts(self, request_id: str) -> list[Attempt]:
         values = {"id": request_id}

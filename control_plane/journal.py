@@ -123,7 +123,7 @@ class Journal(History):
             rows = connection.execute(sql.MINE, {"me": self.gateway_id}).fetchall()
             return [record_of(row) for row in rows]
 
-        records = [self._opened(record) for record in await self._database.write(run)]
+        records = await self._all_opened(await self._database.write(run))
         for record in records:
             self._live.setdefault(record.id, self._live_of(record))
         return records
@@ -144,7 +144,7 @@ class Journal(History):
                     found.append(record_of(connection.execute(sql.GET, {"id": request_id}).fetchone()))
             return sorted(found, key=lambda record: (record.created_us, record.id))
 
-        records = [self._opened(record) for record in await self._database.write(run)]
+        records = await self._all_opened(await self._database.write(run))
         for record in records:
             self._live[record.id] = self._live_of(record)
         return records
@@ -213,7 +213,7 @@ class Journal(History):
             raise
         if earlier is not None:
             del self._live[new.id]
-            return Accepted(self._opened(earlier), attached=True)
+            return Accepted((await self._all_opened([earlier]))[0], attached=True)
         return Accepted(fresh_record(new, self.gateway_id), attached=False)
 
     async def _lapsed(self) -> NoReturn:

@@ -14,7 +14,6 @@ import base64
 import binascii
 import hashlib
 import hmac
-import os
 import secrets
 import time
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from control_plane.database import Connection, Database, to_the_end
 from control_plane.errors import InvalidRequest, KeyDeleted, StorageUnavailable
-from control_plane.tenants import Keys
+from control_plane.tenants import Keys, read_private, write_private
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -114,19 +113,13 @@ class MasterKey:
     def load(self, *, make: bool) -> bytes | None:
         if self._given:
             return key_of(self._given, "STOKER_MASTER_KEY")
-        try:
-            return key_of(self._path.read_text(encoding="ascii").strip(), self._path.name)
-        except FileNotFoundError:
-            pass
+        known = read_private(self._path)
+        if known:
+            return key_of(known, self._path.name)
         if not make:
             return None
         key = secrets.token_bytes(KEY_BYTES)
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.write(descriptor, base64.b64encode(key) + b"\n")
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        write_private(self._path, base64.b64encode(key).decode() + "\n")
         return key
 
 
@@ -181,6 +174,10 @@ class TenantKeys:
     def current(self, tenant: str) -> TenantKey | None:
         """What is sealed from now on is sealed with this; None: the tenant has no key."""
         return self._current.get(tenant)
+
+    def knows(self, tenant: str, number: int) -> bool:
+        """Whether this gateway has heard of the key; if not, it was set through another, and `refresh` reads it."""
+        return number == NOT_SEALED or (tenant, number) in self._keys
 
     def number(self, tenant: str) -> int:
         key = self._current.get(tenant)

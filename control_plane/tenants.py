@@ -157,15 +157,15 @@ class Keys:
         if the file is gone or the database does not know it. `given` is a key chosen by the operator."""
         if given:
             await self._take_admin_key(given)
-            if _read_private(path) != given:
-                _write_private(path, given + "\n")
+            if read_private(path) != given:
+                write_private(path, given + "\n")
             return given
-        secret = _read_private(path)
+        secret = read_private(path)
         key = self.lookup(secret) if secret else None
         if key is not None and key.role is Role.ADMIN:
             return secret
         _, secret = await self.create(DEFAULT_TENANT, "local admin", Role.ADMIN)
-        _write_private(path, secret + "\n")
+        write_private(path, secret + "\n")
         return secret
 
     async def _take_admin_key(self, given: str) -> None:
@@ -223,14 +223,14 @@ def _hash(secret: str) -> bytes:
     return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
 
 
-def _read_private(path: Path) -> str:
+def read_private(path: Path) -> str:
     try:
         return path.read_text(encoding="ascii").strip()
     except (FileNotFoundError, UnicodeDecodeError):
         return ""
 
 
-def _write_private(path: Path, text: str) -> None:
+def write_private(path: Path, text: str) -> None:
     """Whole or not at all, and never readable by others, not even for a moment."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

@@ -9,8 +9,10 @@ import pytest
 
 from control_plane.database import Database
 from control_plane.errors import InvalidRequest, KeyDeleted, StorageUnavailable
+from control_plane.journal import Journal
 from control_plane.sealing import MasterKey, TenantKeys, key_of
 from control_plane.tenants import Keys
+from tests.control_plane.storage.builders import new_request
 
 OWN = bytes(range(32))
 
@@ -119,3 +121,30 @@ async def test_the_master_key_is_its_owners_only(keys: TenantKeys, tmp_path: Pat
 def test_a_key_has_32_bytes_in_base64(text: str) -> None:
     with pytest.raises(InvalidRequest, match="32 bytes"):
         key_of(text, "key")
+
+
+async def test_a_key_set_through_another_gateway_is_read_before_anything_counts_as_deleted(
+    keys: TenantKeys, database: Database, master: MasterKey
+) -> None:
+    elsewhere = TenantKeys(database, Keys(database), master)
+    await elsewhere.refresh()
+    former, heir = Journal(database, "gw-1", tenant_keys=keys), Journal(database, "gw-2", tenant_keys=elsewhere)
+    await keys.set("default")
+    new = new_request(params=b"\x81", prompt=b"\1\0\0\0")
+    await former.accept(new)
+    (record,) = await heir.adopt()
+    assert (record.sealed, record.params, record.prompt) == (1, new.params, new.prompt)
+
+
+async def test_a_death_while_the_master_key_is_made_leaves_none_or_a_whole_one(
+    keys: TenantKeys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dying(descriptor: int, data: bytes) -> int:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.write", dying)
+        with pytest.raises(KeyboardInterrupt):
+            await keys.set("acme")
+    assert not (tmp_path / "master.key").exists()
+    assert (await keys.set("acme")).number == 1
