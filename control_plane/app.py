@@ -84,8 +84,9 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
     gateway_id = new_gateway_id()
     db = await Database.open(settings.database_url, settings.database)
     ledger, decisions, keys = Ledger(db), Decisions(db), Keys(db)
+    path = None if settings.shared else settings.data_dir / "master.key"
     # Out of the environment like the admin's key: what this process starts has no business with it.
-    master = MasterKey(settings.data_dir / "master.key", os.environ.pop("STOKER_MASTER_KEY", "").strip())
+    master = MasterKey(path, os.environ.pop("STOKER_MASTER_KEY", "").strip())
     tenant_keys = TenantKeys(db, keys, master)
     journal = Journal(db, gateway_id, settings.retention, tenant_keys)
     gateways = Gateways(db, gateway_id, settings.gateway, alone=not settings.shared)

@@ -104,15 +104,18 @@ class KvAccess(NamedTuple):
 
 
 class MasterKey:
-    """The installation's own key: from the environment, else from a file that is made when it is first needed."""
+    """The installation's own key: from the environment, else from a file that is made when it is first needed. Without
+    a path (several control planes, of which each would make its own) only the environment's will do."""
 
-    def __init__(self, path: Path, given: str = "") -> None:
+    def __init__(self, path: Path | None, given: str = "") -> None:
         self._path = path
         self._given = given
 
     def load(self, *, make: bool) -> bytes | None:
         if self._given:
             return key_of(self._given, "STOKER_MASTER_KEY")
+        if self._path is None:
+            return None
         known = read_private(self._path)
         if known:
             return key_of(known, self._path.name)
@@ -211,7 +214,9 @@ class TenantKeys:
         material = material or secrets.token_bytes(KEY_BYTES)
         master = self._master.load(make=True)
         if master is None:
-            raise StorageUnavailable("there is no master key: set STOKER_MASTER_KEY")
+            raise StorageUnavailable(
+                "there is no master key: set STOKER_MASTER_KEY, the same for every control plane of this database"
+            )
         wrapping = _cipher(master)
         now_us = time.time_ns() // 1000
 

@@ -148,3 +148,11 @@ async def test_a_death_while_the_master_key_is_made_leaves_none_or_a_whole_one(
             await keys.set("acme")
     assert not (tmp_path / "master.key").exists()
     assert (await keys.set("acme")).number == 1
+
+
+async def test_several_control_planes_need_one_master_key_given_to_all(database: Database) -> None:
+    keys = TenantKeys(database, Keys(database), MasterKey(None))
+    with pytest.raises(StorageUnavailable, match="STOKER_MASTER_KEY, the same for every"):
+        await keys.set("acme")
+    given = base64.b64encode(b"m" * 32).decode()
+    assert (await TenantKeys(database, Keys(database), MasterKey(None, given)).set("acme")).number == 1
