@@ -4,6 +4,8 @@ SlotError                what went wrong, its code and whether a retry elsewhere
   SpecError              the replica's spec cannot be carried out here (never retried)
   LoadError              a worker could not become ready
   EngineFault            an engine refused a request, or could not carry it on
+  PoolEntryUnknown       the warm pool holds nothing under that key
+  PoolEntryInUse         a prepared form that cannot go now: somebody uses it, or it is still coming
   WorkerLost             a worker or the template is gone or does not answer
   KvError                a stored chunk that cannot be used; the reader turns it into a miss
 """
@@ -32,6 +34,16 @@ class LoadError(SlotError):
 
 class EngineFault(SlotError):
     pass
+
+
+class PoolEntryUnknown(SlotError):
+    def __init__(self, message: str) -> None:
+        super().__init__("pool_entry_unknown", message, retry=False)
+
+
+class PoolEntryInUse(SlotError):
+    def __init__(self, message: str) -> None:
+        super().__init__("pool_entry_in_use", message, retry=True)
 
 
 class WorkerLost(SlotError):

@@ -1,31 +1,35 @@
 """The warm pool: prepared checkpoints of one slot, as files in shared memory, kept while the budget allows.
 
 An entry is keyed by checkpoint identity, dtype and recipe; it is prepared once however many ask, held by whoever uses
-it, and evicted least recently used first, never while held. What an earlier agent left is found by `scan` and used only
-after its checksums agree. Limits: one event loop, one pool per directory; a failed preparation is not retried until
-somebody asks again.
+it, and evicted where its loss costs least (`eviction`), never while held. What an earlier agent left is found by `scan`
+and used only after its checksums agree. The budget is in bytes; beyond it the memory that the machine or the control
+group still has is respected, since a file on tmpfs is memory. Limits: one event loop, one pool per directory; a failed
+preparation is not retried until somebody asks again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from model_loader.errors import FormatError, LoaderError, OutOfSpace, from_os_error
+from model_loader.eviction import Candidate, first_to_go
 from model_loader.llama_layout import ITEM_BYTES, prepared_bytes, recipe_name
 from model_loader.manifest import Manifest, SourceFile
+from model_loader.pool_room import Room
 from model_loader.pool_state import EntryState, transition
 from model_loader.prepared import PreparedFile
 from model_loader.progress import Progress
 
 SUFFIX: Final = ".prepared"
+PRIOR_BYTES_PER_S: Final = 1e9
+"""What a load is taken to reach until this pool has seen one of the entry."""
 _COMPLETE: Final = re.compile(r"[0-9a-f]{16}\.prepared")
 _HALF_WRITTEN: Final = re.compile(r"\.[0-9a-f]{16}\.prepared\..+\.tmp")
 ProgressCallback = Callable[[Progress], None]
@@ -54,6 +58,10 @@ class PoolEntryInfo:
     holders: tuple[str, ...]
     last_used_us: int
     error: str
+    reload_s: float = 0.0
+    """What its last load took, or would take by the prior."""
+    chance: float | None = None
+    """Of being wanted, by the forecast that holds now."""
 
 
 @dataclass(slots=True)
@@ -69,11 +77,26 @@ class _Entry:
     holders: set[str] = field(default_factory=set)
     last_used_us: int = 0
     error: str = ""
+    load_s: float = 0.0
+    """What its last preparation took; 0: none was seen."""
     work: asyncio.Task[None] | None = None
     listeners: list[ProgressCallback] = field(default_factory=list)
 
     def become(self, state: EntryState) -> None:
         self.state = transition(self.state, state)
+
+    @property
+    def reload_s(self) -> float:
+        return self.load_s or self.nbytes / PRIOR_BYTES_PER_S
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """How likely each checkpoint identity is to be wanted, as long as it holds."""
+
+    chances: Mapping[str, float]
+    until_s: float
+    """On the monotonic clock."""
 
 
 def pool_key(identity: str, dtype: str) -> str:
@@ -84,16 +107,24 @@ def pool_key(identity: str, dtype: str) -> str:
 
 
 class WarmPool:
-    def __init__(self, directory: Path, budget_bytes: int, run_prepare: RunPrepare) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        budget_bytes: int,
+        run_prepare: RunPrepare,
+        room: Room | None = None,
+    ) -> None:
         self.directory = directory
         self.budget_bytes = budget_bytes
         self._run_prepare = run_prepare
+        self._forecast = Forecast({}, 0.0)
         self._entries: dict[str, _Entry] = {}
         self._manifests: dict[Path, tuple[SourceFile, Manifest]] = {}
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise from_os_error(error, str(directory)) from error
+        self._room = room or Room(directory, budget_bytes)
 
     @property
     def used_bytes(self) -> int:
@@ -111,9 +142,18 @@ class WarmPool:
                 tuple(sorted(e.holders)),
                 e.last_used_us,
                 e.error,
+                e.reload_s,
+                self._chance(e),
             )
             for e in self._entries.values()
         ]
+
+    def expect(self, chances: Mapping[str, float], holds_s: float) -> None:
+        """Takes a forecast: the chance per checkpoint identity of being wanted. A checkpoint it does not name has
+        none. It replaces the one before, and counts for `holds_s`."""
+        if not all(0.0 <= chance <= 1.0 for chance in chances.values()):
+            raise FormatError("a chance in a forecast is a number from 0 to 1")
+        self._forecast = Forecast(dict(chances), time.monotonic() + holds_s)
 
     async def acquire(
         self, manifest_path: Path, dtype: str, holder: str, on_progress: ProgressCallback | None = None
@@ -160,7 +200,8 @@ class WarmPool:
 
     async def scan(self) -> list[PoolEntryInfo]:
         """Takes over what an earlier agent left: complete files whose checksums agree. Those that do not, and
-        half-written ones, are removed; files of other names are not the pool's and stay."""
+        half-written ones, are removed; files of other names are not the pool's and stay. A budget that has become
+        smaller is kept by evicting what costs least to lose."""
         found = await asyncio.to_thread(lambda: sorted(self.directory.iterdir()))
         for path in found:
             if _HALF_WRITTEN.fullmatch(path.name) and not self._is_being_written(path):
@@ -177,7 +218,12 @@ class WarmPool:
                 continue
             finally:
                 entry.work = None
+        while self.used_bytes > self.budget_bytes and (victim := self._victim()) is not None:
+            await self._remove(victim, EntryState.EVICTING)
         return self.entries()
+
+    def find(self, key: str) -> PoolEntryInfo | None:
+        return next((entry for entry in self.entries() if entry.key == key), None)
 
     async def evict(self, key: str) -> bool:
         """Removes an entry nobody holds; False if there is none such."""
@@ -243,8 +289,10 @@ class WarmPool:
     async def _prepare(self, entry: _Entry, manifest: Manifest, manifest_path: Path) -> None:
         try:
             await self._make_room(entry, prepared_bytes(manifest.config, entry.dtype))
+            begin_s = time.monotonic()
             await self._run_prepare(manifest_path, entry.dtype, entry.path, lambda p: self._tell(entry, p))
             await self._accept(entry, verify=False)
+            entry.load_s = time.monotonic() - begin_s
         except BaseException as error:
             await self._give_up(entry, error)
             raise
@@ -293,26 +341,40 @@ class WarmPool:
             self._forget_if_unused(entry)
 
     async def _make_room(self, entry: _Entry, needed_bytes: int) -> None:
-        """Reserves the bytes for an entry, evicting what nobody holds, oldest use first."""
+        """Reserves the bytes for an entry, evicting what nobody holds, what costs least to lose first."""
         if needed_bytes > self.budget_bytes:
             raise OutOfSpace(
                 f"the prepared checkpoint needs {needed_bytes} bytes, the pool may hold {self.budget_bytes}: raise its "
                 "budget"
             )
         entry.nbytes = needed_bytes
-        while self.used_bytes > self.budget_bytes or self._free_bytes() < needed_bytes:
-            unheld = [e for e in self._entries.values() if e.state is EntryState.READY and not e.holders]
-            if not unheld:
-                held = sum(e.nbytes for e in self._entries.values() if e is not entry)
-                raise OutOfSpace(
-                    f"the pool cannot take {needed_bytes} bytes: {held} of {self.budget_bytes} are in use by running "
-                    f"replicas and {self._free_bytes()} are free in {self.directory}"
-                )
-            await self._remove(min(unheld, key=lambda e: e.last_used_us), EntryState.EVICTING)
+        while True:
+            loads = [e for e in self._entries.values() if e is not entry and e.state is EntryState.LOADING and e.dtype]
+            short = self._room.shortage(
+                needed_bytes, self.used_bytes - needed_bytes, [(e.path, e.nbytes) for e in loads]
+            )
+            if not short:
+                return
+            victim = self._victim()
+            if victim is None:
+                raise OutOfSpace(f"the pool cannot take {needed_bytes} bytes: {short}, and nothing in it is unused")
+            await self._remove(victim, EntryState.EVICTING)
 
-    def _free_bytes(self) -> int:
-        found = os.statvfs(self.directory)
-        return found.f_bavail * found.f_frsize
+    def _victim(self) -> _Entry | None:
+        now_us = time.time_ns() // 1000
+        unheld = [e for e in self._entries.values() if e.state is EntryState.READY and not e.holders]
+        chosen = first_to_go(
+            [
+                Candidate(e.key, e.nbytes, e.reload_s, max(0.0, (now_us - e.last_used_us) / 1e6), self._chance(e))
+                for e in unheld
+            ]
+        )
+        return self._entries[chosen.key] if chosen is not None else None
+
+    def _chance(self, entry: _Entry) -> float | None:
+        if time.monotonic() >= self._forecast.until_s:
+            return None
+        return self._forecast.chances.get(entry.identity)
 
     def _is_being_written(self, path: Path) -> bool:
         key = path.name[1:17]

@@ -5,7 +5,7 @@ Limits: one session per agent incarnation; an event line may have at most `EVENT
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -94,6 +94,12 @@ class AgentClient:
     async def warm_pool(self, manifest_path: str, dtype: str) -> None:
         body: dict[str, Any] = {"manifest_path": manifest_path, "dtype": dtype}
         await self._call("POST", "/v1/pool/warm", msgspec.json.encode(body), timeout_s=600.0)
+
+    async def evict_pool(self, key: str) -> None:
+        await self._call("DELETE", f"/v1/pool/{quote(key, safe='')}")
+
+    async def expect_pool(self, chances: Mapping[str, float], holds_s: float) -> None:
+        await self._call("POST", "/v1/pool/forecast", msgspec.json.encode({"chances": chances, "holds_s": holds_s}))
 
     async def replica_log(self, replica_id: str, tail_lines: int) -> str:
         body = await self._call("GET", f"/v1/replicas/{quote(replica_id)}/log?tail={tail_lines}")

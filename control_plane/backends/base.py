@@ -6,6 +6,7 @@ are neither bought nor returned through it yet.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from function_runtime.protocol import ReplicaSpec, ReplicaStatus, SlotState
@@ -60,5 +61,11 @@ class Backend(Protocol):
 
     async def warm_pool(self, slot_id: str, manifest_path: str, dtype: str) -> None:
         """Prepare a checkpoint before anyone needs it."""
+
+    async def evict_pool(self, slot_id: str, key: str) -> None:
+        """Let a prepared form go that nobody uses. Raises SlotUnavailable; SlotRefused where there is none."""
+
+    async def expect_pool(self, slot_id: str, chances: Mapping[str, float], holds_s: float) -> None:
+        """The chance per checkpoint identity of being wanted, for `holds_s`: the pool keeps by it."""
 
     async def replica_log(self, slot_id: str, replica_id: str, tail_lines: int) -> str: ...

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 
 from control_plane.backends.agent_client import AgentClient
 from control_plane.backends.base import SlotListener, SlotUnavailable
@@ -48,6 +49,12 @@ class LinkedSlots:
 
     async def warm_pool(self, slot_id: str, manifest_path: str, dtype: str) -> None:
         await self._agent(slot_id).warm_pool(manifest_path, dtype)
+
+    async def evict_pool(self, slot_id: str, key: str) -> None:
+        await self._agent(slot_id).evict_pool(key)
+
+    async def expect_pool(self, slot_id: str, chances: Mapping[str, float], holds_s: float) -> None:
+        await self._agent(slot_id).expect_pool(chances, holds_s)
 
     async def replica_log(self, slot_id: str, replica_id: str, tail_lines: int) -> str:
         return await self._agent(slot_id).replica_log(replica_id, tail_lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +23,14 @@ class Checkpoints(Protocol):
     async def open(self) -> None: ...
     async def acquire(self, spec: ReplicaSpec) -> Checkpoint: ...
     async def warm(self, manifest_path: str, dtype: str) -> Checkpoint: ...
+    async def evict(self, key: str) -> int:
+        """Lets a prepared form go that nobody uses; gives its bytes."""
+        ...
+
+    def expect(self, chances: Mapping[str, float], holds_s: float) -> None:
+        """Takes a forecast: the chance per checkpoint identity of being wanted."""
+        ...
+
     def release(self, holder: str) -> None: ...
     def ready_paths(self) -> list[Path]:
         """Prepared forms that are there now, last used first."""

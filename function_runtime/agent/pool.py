@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -19,11 +19,12 @@ from typing import Final
 from function_runtime import process
 from function_runtime.agent.checkpoints import Checkpoint
 from function_runtime.agent.children import Children
-from function_runtime.errors import LoadError
+from function_runtime.errors import LoadError, PoolEntryInUse, PoolEntryUnknown
 from function_runtime.protocol import PoolEntry, ReplicaSpec
 from model_loader.errors import LoaderError, error_from_code
 from model_loader.manifest import Manifest
 from model_loader.pool import SUFFIX, ProgressCallback, WarmPool
+from model_loader.pool_room import default_budget
 from model_loader.pool_state import EntryState
 from model_loader.progress import Progress
 
@@ -47,7 +48,7 @@ class Pool:
         self._children = children
         self._on_change = on_change
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.budget_bytes = budget_bytes or _half_of(directory)
+        self.budget_bytes = budget_bytes or default_budget(directory)
         self._pool = WarmPool(directory, self.budget_bytes, self._run_prepare)
         self._scan: asyncio.Task[object] | None = None
 
@@ -88,9 +89,26 @@ class Pool:
                 holders=entry.holders,
                 last_used_us=entry.last_used_us,
                 error=entry.error,
+                dtype=entry.dtype,
+                reload_s=entry.reload_s,
+                chance=entry.chance,
             )
             for entry in self._pool.entries()
         )
+
+    async def evict(self, key: str) -> int:
+        """Lets a form go; gives its bytes. Raises `PoolEntryUnknown` and `PoolEntryInUse`."""
+        entry = self._pool.find(key)
+        if entry is None or entry.state is EntryState.ABSENT:
+            raise PoolEntryUnknown(f"the pool holds nothing under {key!r}")
+        if not await self._pool.evict(key):
+            users = f"used by {', '.join(entry.holders)}" if entry.holders else f"{entry.state}"
+            raise PoolEntryInUse(f"{key} of {entry.identity[:12]} is {users}: end them or try again")
+        self._on_change()
+        return entry.nbytes
+
+    def expect(self, chances: Mapping[str, float], holds_s: float) -> None:
+        self._pool.expect(chances, holds_s)
 
     def ready_paths(self) -> list[Path]:
         ready = [entry for entry in self._pool.entries() if entry.state is EntryState.READY]
@@ -142,8 +160,3 @@ async def _follow(recipe: asyncio.subprocess.Process, progress: ProgressCallback
         elif event["event"] == "error":
             error = error_from_code(event["code"], event["message"])
     return error
-
-
-def _half_of(directory: Path) -> int:
-    found = os.statvfs(directory)
-    return found.f_blocks * found.f_frsize // 2

@@ -36,6 +36,12 @@ class PoolWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
 
 
+class PoolForecast(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    chances: dict[str, float]
+    """By checkpoint identity."""
+    holds_s: float
+
+
 class Shutdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grace_s: float = 10.0
 
@@ -66,6 +72,8 @@ class AgentServer:
             web.get("/v1/events", self.stream_events),
             web.post("/v1/warm", self.set_warm),
             web.post("/v1/pool/warm", self.warm_pool),
+            web.post("/v1/pool/forecast", self.expect),
+            web.delete("/v1/pool/{key}", self.evict),
             web.post("/v1/shutdown", self.shut_down),
         ])  # fmt: skip
         return app
@@ -149,6 +157,17 @@ class AgentServer:
         wish = await _body(request, PoolWish)
         checkpoint = await self._slot.pool.warm(wish.manifest_path, wish.dtype)
         return _json({"path": checkpoint.path, "tier": checkpoint.tier, "nbytes": checkpoint.nbytes})
+
+    async def expect(self, request: web.Request) -> web.Response:
+        forecast = await _body(request, PoolForecast)
+        if not 0 < forecast.holds_s <= 86_400:
+            raise SpecError(f"holds_s is {forecast.holds_s}, allowed is up to 86400")
+        self._slot.pool.expect(forecast.chances, forecast.holds_s)
+        self._slot.slot_changed()
+        return _json({"taken": len(forecast.chances)})
+
+    async def evict(self, request: web.Request) -> web.Response:
+        return _json({"nbytes": await self._slot.pool.evict(request.match_info["key"])})
 
     async def shut_down(self, request: web.Request) -> web.Response:
         wish = await _body(request, Shutdown)

@@ -145,6 +145,11 @@ class PoolEntry(Value, frozen=True):
     holders: tuple[str, ...] = ()
     last_used_us: int = 0
     error: str = ""
+    dtype: str = ""
+    reload_s: float = 0.0
+    """What its last load took, or would take by a prior."""
+    chance: float | None = None
+    """Of being wanted within the forecast's horizon; None: no forecast holds."""
 
 
 class SlotState(Value, frozen=True):

@@ -15,6 +15,7 @@ from model_loader.importer import import_model
 from model_loader.llama_layout import prepared_bytes
 from model_loader.manifest import Manifest
 from model_loader.pool import WarmPool, pool_key
+from model_loader.pool_room import Room
 from model_loader.pool_state import TRANSITIONS, EntryState, IllegalTransition, transition
 from model_loader.prepared import PreparedFile
 from model_loader.progress import Progress
@@ -318,3 +319,56 @@ def test_only_the_moves_of_the_table_are_made(moves: list[EntryState]) -> None:
 def test_nothing_is_ready_that_was_not_loaded_and_nothing_bad_becomes_ready() -> None:
     assert [s for s, to in TRANSITIONS.items() if EntryState.READY in to] == [EntryState.LOADING]
     assert TRANSITIONS[EntryState.QUARANTINED] == {EntryState.ABSENT}
+
+
+# --- what goes first --------------------------------------------------------------------------------------------
+
+
+async def test_a_forecast_keeps_what_will_be_wanted_and_lapses(
+    tmp_path: Path, preparing: Preparing, manifests: list[Manifest]
+) -> None:
+    room = 2 * prepared_bytes(manifests[0].config, "float32")
+    pool = WarmPool(tmp_path / "pool", room, preparing)
+    first = await pool.acquire(manifests[0].path, "float32", "a")
+    second = await pool.acquire(manifests[1].path, "float32", "b")
+    pool.release("a")
+    pool.release("b")
+    pool.expect({manifests[0].identity: 0.9, manifests[1].identity: 0.0}, 60.0)
+    assert {entry.identity: entry.chance for entry in pool.entries()} == {
+        manifests[0].identity: 0.9,
+        manifests[1].identity: 0.0,
+    }
+    await pool.acquire(manifests[2].path, "float32", "c")
+    assert first.path.exists()
+    assert not second.path.exists()
+    pool.release("c")
+    pool.expect({manifests[0].identity: 0.9}, 0.0)
+    assert all(entry.chance is None for entry in pool.entries())
+    await pool.acquire(manifests[1].path, "float32", "b")
+    assert not first.path.exists()
+    with pytest.raises(FormatError, match="from 0 to 1"):
+        pool.expect({"x": 1.5}, 60.0)
+
+
+async def test_a_pool_whose_budget_shrank_keeps_the_new_one(
+    pool: WarmPool, preparing: Preparing, manifests: list[Manifest]
+) -> None:
+    leases = [await pool.acquire(m.path, "float32", "a") for m in manifests]
+    successor = WarmPool(pool.directory, leases[0].nbytes * 2, preparing)
+    await successor.scan()
+    assert sum(lease.path.exists() for lease in leases) == 2
+    assert successor.used_bytes <= successor.budget_bytes
+
+
+async def test_memory_that_is_not_there_is_refused_before_anything_is_written(
+    tmp_path: Path, preparing: Preparing, manifests: list[Manifest]
+) -> None:
+    class Full(Room):
+        def shortage(self, needed_bytes: int, used_bytes: int, coming: object) -> str:
+            return "7 bytes of memory are available"
+
+    pool = WarmPool(tmp_path / "pool", 1 << 30, preparing, Full(tmp_path, 1 << 30))
+    with pytest.raises(OutOfSpace, match="7 bytes of memory are available"):
+        await pool.acquire(manifests[0].path, "float32", "a")
+    assert preparing.calls == 0
+    assert list(pool.directory.iterdir()) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -349,6 +349,12 @@ class FakeSlot:
 
     async def warm(self, slot_id: str, workers: int) -> None:
         self.warm_target = workers
+
+    async def evict_pool(self, slot_id: str, key: str) -> None:
+        return
+
+    async def expect_pool(self, slot_id: str, chances: Mapping[str, float], holds_s: float) -> None:
+        return
 
     async def warm_pool(self, slot_id: str, manifest_path: str, dtype: str) -> None:
         pass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,12 @@ class SlotView:
 
     async def warm(self, slot_id: str, workers: int) -> None:
         await self._slot.warm(slot_id, workers)
+
+    async def evict_pool(self, slot_id: str, key: str) -> None:
+        return
+
+    async def expect_pool(self, slot_id: str, chances: Mapping[str, float], holds_s: float) -> None:
+        return
 
     async def warm_pool(self, slot_id: str, manifest_path: str, dtype: str) -> None:
         pass

@@ -1,0 +1,72 @@
+"""The warm pool from outside: prepared ahead, forecast, let go."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from function_runtime.protocol import EngineOptions, ReplicaState
+from model_loader.importer import import_model
+from model_loader.manifest import Manifest
+from tests.support.checkpoints import make_tiny_llama
+from tests.support.replica_client import AgentError, AgentProcess, stub_spec
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Manifest:
+    return import_model(f"file://{make_tiny_llama(tmp_path / 'tiny')}", tmp_path / "models")
+
+
+def warm(agent: AgentProcess, manifest: Manifest) -> Any:
+    body = {"manifest_path": str(manifest.path), "dtype": "float32"}
+    return json.loads(agent.call("POST", "/v1/pool/warm", body))
+
+
+def test_a_form_is_made_ahead_forecast_and_let_go(agent: AgentProcess, manifest: Manifest) -> None:
+    made = warm(agent, manifest)
+    assert made["tier"] == "disk" and warm(agent, manifest)["tier"] == "pool"
+    (entry,) = agent.state().pool
+    assert (entry.identity, entry.dtype, entry.nbytes) == (manifest.identity, "float32", made["nbytes"])
+    assert entry.reload_s > 0 and entry.chance is None
+    agent.call("POST", "/v1/pool/forecast", {"chances": {manifest.identity: 0.25}, "holds_s": 60})
+    assert agent.state().pool[0].chance == 0.25
+    assert json.loads(agent.call("DELETE", f"/v1/pool/{entry.key}"))["nbytes"] == made["nbytes"]
+    assert agent.state().pool == () and not Path(made["path"]).exists()
+
+
+def test_a_form_in_use_stays(agent: AgentProcess, manifest: Manifest) -> None:
+    spec = msgspec.structs.replace(
+        stub_spec(),
+        manifest_path=str(manifest.path),
+        identity=manifest.identity,
+        options=EngineOptions(kv_bytes=1 << 22, max_requests=2, threads=1),
+    )
+    agent.ready(spec)
+    (entry,) = agent.state().pool
+    with pytest.raises(AgentError, match=f"used by {spec.replica_id}"):
+        agent.call("DELETE", f"/v1/pool/{entry.key}")
+    agent.end_replica(spec.replica_id)
+    agent.until(spec.replica_id, ReplicaState.ENDED)
+    agent.call("DELETE", f"/v1/pool/{entry.key}")
+
+
+@pytest.mark.parametrize(
+    "method, path, body, said",
+    [
+        ("DELETE", "/v1/pool/0123", None, "holds nothing"),
+        ("POST", "/v1/pool/forecast", {"chances": {"x": 2.0}, "holds_s": 60}, "from 0 to 1"),
+        ("POST", "/v1/pool/forecast", {"chances": {"x": 0.5}, "holds_s": -1}, "holds_s"),
+        ("POST", "/v1/pool/forecast", {"chances": {"x": "likely"}, "holds_s": 1}, "chances"),
+        ("POST", "/v1/pool/warm", {"manifest_path": "/nowhere", "dtype": "float32"}, "/nowhere"),
+    ],
+)
+def test_bad_wishes_are_refused_with_what_is_wrong(
+    agent: AgentProcess, method: str, path: str, body: object, said: str
+) -> None:
+    with pytest.raises(AgentError, match=said) as refused:
+        agent.call(method, path, body)
+    assert refused.value.status in (400, 422)
