@@ -106,6 +106,7 @@ class Arrival:
             chunk.state = state
             if self.resolved:
                 self._end_s = time.monotonic()
+                self.on_failure = None  # it knows the arrival: what was read must not wait for the cycle to be found
             self._changed.notify_all()
         if self.on_change is not None:
             self.on_change()
@@ -201,4 +202,5 @@ class Arrival:
         """Nobody will look at what is still on its way."""
         with self._changed:
             self.abandoned = True
+            self.on_failure = None
             self._changed.notify_all()

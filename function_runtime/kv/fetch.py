@@ -3,7 +3,7 @@
     range read -> header: every field compared -> each layer's CRC32C -> when all is there, the digest of the whole
 
 Neighbouring chunks of a pack are read together; or a chunk comes in several ranges, layer after layer. Limits: every
-byte lands in a buffer of its own read; whoever gives an arrival up gives the buffers up with it.
+byte lands in memory of its own read, which nobody else has before the last view of it is gone.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Final, TypeAlias
 from function_runtime.errors import KvError
 from function_runtime.kv.arrival import Arrival, ArrivingChunk, ChunkState
 from function_runtime.kv.chunk import ChunkHead, LayerPlace, check_layer, header_nbytes, open_header
+from function_runtime.kv.memory import MEMORY
 from function_runtime.kv.sealing import CLEAR, ChunkSeal
 from function_runtime.protocol import KvChunk
 from model_loader.errors import MissingObject
@@ -26,8 +27,9 @@ from model_loader.objects import ObjectStore
 
 Place: TypeAlias = tuple[str, int, str]
 
-SPAN_BYTES: Final = 8 * 1024 * 1024
-"""Neighbouring chunks are read together up to this size."""
+SPAN_BYTES: Final = 17 * 1024 * 1024
+"""Neighbouring chunks are read together up to this size: a pack of 16 MiB with its headers is one request. A store that
+is far or slow gets it in parts, side by side."""
 Bad: TypeAlias = Callable[[KvChunk, str], None]
 """Told of a chunk that is not what its record says, or not there at all."""
 
@@ -158,7 +160,7 @@ class Fetch:
         order = spans(wanted) if pieces == 1 else [Span((w,)) for w in wanted]
         rounds: list[list[Callable[[], None]]] = [[] for _ in range(pieces)]
         for span in reversed(order) if from_back else order:
-            buffer = memoryview(bytearray(span.nbytes))
+            buffer = MEMORY.lease(span.nbytes)
             chunks: list[_Chunk] = []
             for w in span.wanted:
                 at = w.chunk.offset - span.offset
@@ -175,7 +177,7 @@ class Fetch:
             found = other(failed.record) if other is not None else None
             if found is None or arrival.abandoned:
                 return None
-            chunk = _Chunk(found, memoryview(bytearray(found.chunk.nbytes)), 1, failed.deadline_s)
+            chunk = _Chunk(found, MEMORY.lease(found.chunk.nbytes), 1, failed.deadline_s)
             self._executor.submit(self._read_piece, arrival, chunk, 0)
             return chunk.arriving
 
