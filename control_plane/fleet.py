@@ -22,6 +22,7 @@ from control_plane.errors import StokerError
 from control_plane.lanes import FunctionKey
 from function_runtime.protocol import (
     EngineOptions,
+    Peer,
     ReplicaError,
     ReplicaSpec,
     ReplicaState,
@@ -33,6 +34,8 @@ from function_runtime.protocol import (
 logger = logging.getLogger(__name__)
 
 KEEP_ENDED: Final = 200
+PEERS: Final = 4
+"""Slots a checkpoint is read from at once."""
 CLOSE_RETRY_S: Final = 2.0
 GONE: Final = frozenset({ReplicaState.ENDED, ReplicaState.FAILED})
 STARTING: Final = frozenset({ReplicaState.STARTING, ReplicaState.LOADING})
@@ -146,7 +149,8 @@ class Fleet:
 
     async def _ask_start(self, slot_id: str, spec: ReplicaSpec) -> None:
         try:
-            status = await self._backend.start_replica(slot_id, spec)
+            peers = self._peers(slot_id, spec.identity)
+            status = await self._backend.start_replica(slot_id, msgspec.structs.replace(spec, peers=peers))
         except SlotUnavailable as error:
             current = self.replicas.get(spec.replica_id)
             if current is not None and current.state not in GONE:
@@ -178,10 +182,20 @@ class Fleet:
             except SlotUnavailable as error:
                 logger.warning("event=warm_refused slot=%s error=%s", slot_id, error)
 
-    async def warm_pool(self, manifest_path: str, dtype: str) -> None:
+    def _peers(self, slot_id: str, identity: str) -> tuple[Peer, ...]:
+        """Other slots whose pools have some form of a checkpoint, those with the fewest replicas first."""
+        living = Counter(self.slot_of[status.replica_id] for status in self.living())
+        holders = [
+            other
+            for other, state in self.slots.items()
+            if other != slot_id and any(e.identity == identity and e.state == "ready" for e in state.pool)
+        ]
+        return self._backend.peers(sorted(holders, key=lambda other: living[other])[:PEERS]) if identity else ()
+
+    async def warm_pool(self, manifest_path: str, identity: str, dtype: str) -> None:
         for slot_id in list(self.slots):
             try:
-                await self._backend.warm_pool(slot_id, manifest_path, dtype)
+                await self._backend.warm_pool(slot_id, manifest_path, dtype, self._peers(slot_id, identity))
             except SlotUnavailable as error:
                 logger.warning("event=pool_warm_refused slot=%s error=%s", slot_id, error)
 

@@ -142,7 +142,7 @@ class Importing:
         except StokerError as error:
             logger.warning("event=tokenizer_unusable function=%s error=%s", revision.function, error)
         if revision.spec.engine == "native" and self.leads:
-            await self._fleet.warm_pool(revision.manifest_path, revision.spec.dtype)
+            await self._fleet.warm_pool(revision.manifest_path, revision.identity or "", revision.spec.dtype)
 
     async def _import(self, key: ImportKey, revision: Revision) -> None:
         (_, name), number = key

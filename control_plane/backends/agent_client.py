@@ -5,7 +5,7 @@ Limits: one session per agent incarnation; an event line may have at most `EVENT
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 
 from control_plane.backends.base import SlotRefused, SlotUnavailable
-from function_runtime.protocol import AgentInfo, ReplicaSpec, ReplicaStatus, SlotEvent
+from function_runtime.protocol import AgentInfo, Peer, ReplicaSpec, ReplicaStatus, SlotEvent, peer_token
 
 CALL_S: Final = 10.0
 SILENCE_S: Final = 10.0
@@ -91,8 +91,13 @@ class AgentClient:
     async def warm(self, workers: int) -> None:
         await self._call("POST", "/v1/warm", msgspec.json.encode({"workers": workers}))
 
-    async def warm_pool(self, manifest_path: str, dtype: str) -> None:
-        body: dict[str, Any] = {"manifest_path": manifest_path, "dtype": dtype}
+    @property
+    def as_peer(self) -> Peer:
+        """How another slot reads this one's pool."""
+        return Peer(self._base, peer_token(self.info.token))
+
+    async def warm_pool(self, manifest_path: str, dtype: str, peers: Sequence[Peer]) -> None:
+        body: dict[str, Any] = {"manifest_path": manifest_path, "dtype": dtype, "peers": peers}
         await self._call("POST", "/v1/pool/warm", msgspec.json.encode(body), timeout_s=600.0)
 
     async def evict_pool(self, key: str) -> None:

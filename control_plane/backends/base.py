@@ -6,10 +6,10 @@ are neither bought nor returned through it yet.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from function_runtime.protocol import ReplicaSpec, ReplicaStatus, SlotState
+from function_runtime.protocol import Peer, ReplicaSpec, ReplicaStatus, SlotState
 
 
 class SlotUnavailable(Exception):
@@ -59,8 +59,11 @@ class Backend(Protocol):
     async def warm(self, slot_id: str, workers: int) -> None:
         """How many forked workers should wait there."""
 
-    async def warm_pool(self, slot_id: str, manifest_path: str, dtype: str) -> None:
-        """Prepare a checkpoint before anyone needs it."""
+    def peers(self, slot_ids: Sequence[str]) -> tuple[Peer, ...]:
+        """How these slots' pools are read by another's agent; those out of reach are left out."""
+
+    async def warm_pool(self, slot_id: str, manifest_path: str, dtype: str, peers: Sequence[Peer] = ()) -> None:
+        """Prepare a checkpoint before anyone needs it, or take the form from one of the peers."""
 
     async def evict_pool(self, slot_id: str, key: str) -> None:
         """Let a prepared form go that nobody uses. Raises SlotUnavailable; SlotRefused where there is none."""

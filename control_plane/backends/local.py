@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from control_plane.backends.agent_client import AgentClient
 from control_plane.backends.base import SlotListener, SlotUnavailable
 from control_plane.backends.home import LocalHome
 from control_plane.backends.link import SlotLink
 from control_plane.settings import Settings
-from function_runtime.protocol import ReplicaSpec, ReplicaStatus
+from function_runtime.protocol import Peer, ReplicaSpec, ReplicaStatus
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +48,15 @@ class LinkedSlots:
     async def warm(self, slot_id: str, workers: int) -> None:
         await self._agent(slot_id).warm(workers)
 
-    async def warm_pool(self, slot_id: str, manifest_path: str, dtype: str) -> None:
-        await self._agent(slot_id).warm_pool(manifest_path, dtype)
+    def peers(self, slot_ids: Sequence[str]) -> tuple[Peer, ...]:
+        found: list[Peer] = []
+        for slot_id in slot_ids:
+            with suppress(SlotUnavailable):
+                found.append(self._agent(slot_id).as_peer)
+        return tuple(found)
+
+    async def warm_pool(self, slot_id: str, manifest_path: str, dtype: str, peers: Sequence[Peer] = ()) -> None:
+        await self._agent(slot_id).warm_pool(manifest_path, dtype, peers)
 
     async def evict_pool(self, slot_id: str, key: str) -> None:
         await self._agent(slot_id).evict_pool(key)

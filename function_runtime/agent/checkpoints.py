@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from function_runtime.protocol import PoolEntry, ReplicaSpec
+from function_runtime.protocol import Peer, PoolEntry, ReplicaSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,11 @@ class Checkpoints(Protocol):
 
     async def open(self) -> None: ...
     async def acquire(self, spec: ReplicaSpec) -> Checkpoint: ...
-    async def warm(self, manifest_path: str, dtype: str) -> Checkpoint: ...
+    async def warm(self, manifest_path: str, dtype: str, peers: Sequence[Peer] = ()) -> Checkpoint: ...
+    def lend(self, key: str) -> AbstractContextManager[Path]:
+        """The file of a ready form, held in the context. Raises `PoolEntryUnknown`."""
+        ...
+
     async def evict(self, key: str) -> int:
         """Lets a prepared form go that nobody uses; gives its bytes."""
         ...

@@ -7,11 +7,12 @@ is verified while this one already listens. Limits: a replica holds one lease at
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -20,7 +21,7 @@ from function_runtime import process
 from function_runtime.agent.checkpoints import Checkpoint
 from function_runtime.agent.children import Children
 from function_runtime.errors import LoadError, PoolEntryInUse, PoolEntryUnknown
-from function_runtime.protocol import PoolEntry, ReplicaSpec
+from function_runtime.protocol import Peer, PoolEntry, ReplicaSpec
 from model_loader.errors import LoaderError, error_from_code
 from model_loader.manifest import Manifest
 from model_loader.pool import SUFFIX, ProgressCallback, WarmPool
@@ -57,17 +58,27 @@ class Pool:
         self._scan.add_done_callback(lambda _: self._on_change())
 
     async def acquire(self, spec: ReplicaSpec) -> Checkpoint:
-        return await self._acquire(spec.manifest_path, dtype_for(spec), spec.replica_id)
+        return await self._acquire(spec.manifest_path, dtype_for(spec), spec.replica_id, spec.peers)
 
-    async def warm(self, manifest_path: str, dtype: str) -> Checkpoint:
+    async def warm(self, manifest_path: str, dtype: str, peers: Sequence[Peer] = ()) -> Checkpoint:
         """Prepares ahead; held by nobody afterwards."""
         holder = f"warm-{secrets.token_hex(6)}"
         try:
-            return await self._acquire(manifest_path, "float32" if dtype == "auto" else dtype, holder)
+            return await self._acquire(manifest_path, "float32" if dtype == "auto" else dtype, holder, peers)
         finally:
             self.release(holder)
 
-    async def _acquire(self, manifest_path: str, dtype: str, holder: str) -> Checkpoint:
+    @contextlib.contextmanager
+    def lend(self, key: str) -> Iterator[Path]:
+        holder = f"peer-{secrets.token_hex(6)}"
+        if not self._pool.hold(key, holder):
+            raise PoolEntryUnknown(f"the pool holds nothing ready under {key!r}")
+        try:
+            yield self._pool.directory / f"{key}{SUFFIX}"
+        finally:
+            self._pool.release(holder)
+
+    async def _acquire(self, manifest_path: str, dtype: str, holder: str, peers: Sequence[Peer]) -> Checkpoint:
         if self._scan is not None and not self._scan.done():
             await asyncio.wait([self._scan])
         lease = await self._pool.acquire(Path(manifest_path), dtype, holder)

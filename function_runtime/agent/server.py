@@ -7,23 +7,29 @@ Limits: a request body has at most `MAX_BODY_BYTES`; a stream whose reader is st
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 
 from function_runtime.agent.slot import Slot
 from function_runtime.agent.watch import Watch
 from function_runtime.errors import SlotError, SpecError
-from function_runtime.protocol import ReplicaSpec, SlotEvent
+from function_runtime.protocol import Peer, ReplicaSpec, SlotEvent, peer_token
 from model_loader.errors import LoaderError
 
 MAX_BODY_BYTES: Final = 4 * 1024 * 1024
 MAX_LOG_LINES: Final = 10_000
 _LOG_TAIL_BYTES: Final = 2 * 1024 * 1024
 _STALLED_WRITE_S: Final = 10.0
+POOL_ENTRY: Final = "/v1/pool/{key}"
+POOL_BYTES: Final = "/v1/pool/{key}/bytes"
 T = TypeVar("T")
 
 
@@ -34,6 +40,7 @@ class WarmTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PoolWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     manifest_path: str
     dtype: str
+    peers: tuple[Peer, ...] = ()
 
 
 class PoolForecast(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,6 +66,7 @@ class AgentServer:
         self._slot = slot
         self._watch = watch
         self._authorization = f"Bearer {token}".encode()
+        self._peer_authorization = f"Bearer {peer_token(token)}".encode()
         self.shutdown_wanted: asyncio.Future[float] = asyncio.get_running_loop().create_future()
 
     def app(self) -> web.Application:
@@ -73,6 +81,8 @@ class AgentServer:
             web.post("/v1/warm", self.set_warm),
             web.post("/v1/pool/warm", self.warm_pool),
             web.post("/v1/pool/forecast", self.expect),
+            web.get(POOL_ENTRY, self.read_entry),
+            web.get(POOL_BYTES, self.read_bytes),
             web.delete("/v1/pool/{key}", self.evict),
             web.post("/v1/shutdown", self.shut_down),
         ])  # fmt: skip
@@ -83,7 +93,10 @@ class AgentServer:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode()
-        if not hmac.compare_digest(given, self._authorization):
+        resource = request.match_info.route.resource
+        for_peers = request.method == "GET" and resource is not None and resource.canonical in (POOL_ENTRY, POOL_BYTES)
+        as_peer = for_peers and hmac.compare_digest(given, self._peer_authorization)
+        if not as_peer and not hmac.compare_digest(given, self._authorization):
             return _error(401, "unauthenticated", "the agent's bearer token is required", retry=False)
         try:
             return await handler(request)
@@ -155,7 +168,7 @@ class AgentServer:
 
     async def warm_pool(self, request: web.Request) -> web.Response:
         wish = await _body(request, PoolWish)
-        checkpoint = await self._slot.pool.warm(wish.manifest_path, wish.dtype)
+        checkpoint = await self._slot.pool.warm(wish.manifest_path, wish.dtype, wish.peers)
         return _json({"path": checkpoint.path, "tier": checkpoint.tier, "nbytes": checkpoint.nbytes})
 
     async def expect(self, request: web.Request) -> web.Response:
@@ -169,11 +182,34 @@ class AgentServer:
     async def evict(self, request: web.Request) -> web.Response:
         return _json({"nbytes": await self._slot.pool.evict(request.match_info["key"])})
 
+    async def read_entry(self, request: web.Request) -> web.Response:
+        key = request.match_info["key"]
+        entry = next((entry for entry in self._slot.pool.entries() if entry.key == key), None)
+        if entry is None or entry.state != "ready":
+            return _error(404, "pool_entry_unknown", f"the pool holds nothing ready under {key!r}", retry=True)
+        return _json(entry)
+
+    async def read_bytes(self, request: web.Request) -> web.StreamResponse:
+        """A prepared form by HTTP ranges, to another slot's agent. It is held while it is read."""
+        return _LentFile(self._slot.pool.lend(request.match_info["key"]))
+
     async def shut_down(self, request: web.Request) -> web.Response:
         wish = await _body(request, Shutdown)
         if not self.shutdown_wanted.done():
             self.shutdown_wanted.set_result(wish.grace_s)
         return _json({"ending": True})
+
+
+class _LentFile(web.FileResponse):
+    """Sent by the server after the handler has returned, which is why it holds the lease itself."""
+
+    def __init__(self, lent: AbstractContextManager[Path]) -> None:
+        self._lease = contextlib.ExitStack()
+        super().__init__(self._lease.enter_context(lent), chunk_size=1 << 20)
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        with self._lease:
+            return await super().prepare(request)
 
 
 async def _body(request: web.Request, kind: type[T]) -> T:

@@ -54,6 +54,7 @@ from function_runtime.protocol.request import (
 from function_runtime.protocol.slots import (
     AgentInfo,
     EngineOptions,
+    Peer,
     PoolEntry,
     ReplicaError,
     ReplicaMemory,
@@ -64,6 +65,7 @@ from function_runtime.protocol.slots import (
     SlotState,
     Stage,
     StoreTotals,
+    peer_token,
 )
 
 __all__ = [
@@ -95,6 +97,7 @@ __all__ = [
     "Message",
     "Park",
     "Parked",
+    "Peer",
     "PoolEntry",
     "Progress",
     "ProtocolError",
@@ -123,4 +126,5 @@ __all__ = [
     "decode_gateway",
     "decode_replica",
     "encode",
+    "peer_token",
 ]

@@ -7,6 +7,8 @@ Limits: values only; unknown fields are ignored, so that versions one apart can 
 from __future__ import annotations
 
 import enum
+import hashlib
+import hmac
 
 import msgspec
 
@@ -48,6 +50,19 @@ class EngineOptions(Value, frozen=True):
     """Tokens of a durable KV chunk; a multiple of the block size (16)."""
 
 
+class Peer(Value, frozen=True):
+    """Another slot's warm pool, as `GET URL/v1/pool/KEY` and, by HTTP ranges, `GET URL/v1/pool/KEY/bytes`."""
+
+    url: str
+    token: str
+    """Reads the pool, and nothing else of that agent."""
+
+
+def peer_token(agent_token: str) -> str:
+    """What lets another slot read an agent's pool, made from what lets the control plane command it."""
+    return hmac.new(agent_token.encode(), b"stoker: read the warm pool", hashlib.sha256).hexdigest()
+
+
 class ReplicaSpec(Value, frozen=True):
     """What an agent needs to make a replica. `manifest_path` names a manifest that `model_loader` wrote."""
 
@@ -62,6 +77,8 @@ class ReplicaSpec(Value, frozen=True):
     kv_store: str = ""
     """URI of the object store for durable KV; empty: none."""
     start_timeout_s: float = 600.0
+    peers: tuple[Peer, ...] = ()
+    """Slots whose pools hold the prepared form already."""
 
 
 class Stage(Value, frozen=True):

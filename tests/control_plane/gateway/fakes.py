@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from function_runtime.protocol import (
     Hello,
     Park,
     Parked,
+    Peer,
     Progress,
     ReplicaError,
     ReplicaSpec,
@@ -356,7 +357,10 @@ class FakeSlot:
     async def expect_pool(self, slot_id: str, chances: Mapping[str, float], holds_s: float) -> None:
         return
 
-    async def warm_pool(self, slot_id: str, manifest_path: str, dtype: str) -> None:
+    def peers(self, slot_ids: Sequence[str]) -> tuple[Peer, ...]:
+        return ()
+
+    async def warm_pool(self, slot_id: str, manifest_path: str, dtype: str, peers: Sequence[Peer] = ()) -> None:
         pass
 
     async def replica_log(self, slot_id: str, replica_id: str, tail_lines: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 from control_plane.backends.base import SlotListener
 from control_plane.settings import DatabaseSettings, GatewaySettings, HttpSettings, QueueSettings, Settings
 from control_plane.upkeep import Upkeep
-from function_runtime.protocol import ReplicaSpec, ReplicaStatus
+from function_runtime.protocol import Peer, ReplicaSpec, ReplicaStatus
 from tests.control_plane.gateway.conftest import Plane, checkpoint, until
 from tests.control_plane.gateway.fakes import Behaviour, FakeSlot
 
@@ -59,7 +59,10 @@ class SlotView:
     async def expect_pool(self, slot_id: str, chances: Mapping[str, float], holds_s: float) -> None:
         return
 
-    async def warm_pool(self, slot_id: str, manifest_path: str, dtype: str) -> None:
+    def peers(self, slot_ids: Sequence[str]) -> tuple[Peer, ...]:
+        return ()
+
+    async def warm_pool(self, slot_id: str, manifest_path: str, dtype: str, peers: Sequence[Peer] = ()) -> None:
         pass
 
     async def replica_log(self, slot_id: str, replica_id: str, tail_lines: int) -> str:

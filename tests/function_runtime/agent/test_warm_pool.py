@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from function_runtime.protocol import EngineOptions, ReplicaState
+from function_runtime.protocol import EngineOptions, ReplicaState, peer_token
 from model_loader.importer import import_model
 from model_loader.manifest import Manifest
 from tests.support.checkpoints import make_tiny_llama
@@ -70,3 +72,39 @@ def test_bad_wishes_are_refused_with_what_is_wrong(
     with pytest.raises(AgentError, match=said) as refused:
         agent.call(method, path, body)
     assert refused.value.status in (400, 422)
+
+
+# --- read by another slot ---------------------------------------------------------------------------------------
+
+
+def read(agent: AgentProcess, path: str, token: str, **headers: str) -> tuple[int, bytes]:
+    request = urllib.request.Request(
+        f"http://{agent.info.host}:{agent.info.port}{path}", headers={"Authorization": f"Bearer {token}", **headers}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+def test_another_slot_reads_a_form_by_ranges_and_can_do_nothing_else(agent: AgentProcess, manifest: Manifest) -> None:
+    made = warm(agent, manifest)
+    content = Path(made["path"]).read_bytes()
+    (entry,) = agent.state().pool
+    token = peer_token(agent.info.token)
+    status, told = read(agent, f"/v1/pool/{entry.key}", token)
+    assert status == 200 and json.loads(told)["nbytes"] == len(content)
+    assert read(agent, f"/v1/pool/{entry.key}/bytes", token) == (200, content)
+    assert read(agent, f"/v1/pool/{entry.key}/bytes", token, Range="bytes=100-299") == (206, content[100:300])
+    assert read(agent, f"/v1/pool/{entry.key}/bytes", token, Range=f"bytes={len(content)}-")[0] == 416
+    assert read(agent, "/v1/pool/0123/bytes", token)[0] == 422
+    for path in ("/v1/state", "/v1/events", "/v1/replicas/x"):
+        assert read(agent, path, token)[0] == 401
+    for method, path in (("DELETE", f"/v1/pool/{entry.key}"), ("POST", "/v1/pool/warm"), ("POST", "/v1/shutdown")):
+        with pytest.raises(AgentError) as refused:
+            agent.call(method, path, {} if method == "POST" else None, token=token)
+        assert refused.value.status == 401
+    for wrong in ("", token[:-1], agent.info.token[:-1]):
+        assert read(agent, f"/v1/pool/{entry.key}/bytes", wrong)[0] == 401
+    assert agent.state().pool[0].holders == ()
