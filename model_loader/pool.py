@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -33,8 +35,31 @@ PRIOR_BYTES_PER_S: Final = 1e9
 _COMPLETE: Final = re.compile(r"[0-9a-f]{16}\.prepared")
 _HALF_WRITTEN: Final = re.compile(r"\.[0-9a-f]{16}\.prepared\..+\.tmp")
 ProgressCallback = Callable[[Progress], None]
-RunPrepare = Callable[[Path, str, Path, ProgressCallback], Awaitable[None]]
-"""(manifest path, dtype, out path, progress): writes the prepared form, atomically, or raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAddress:
+    """Another slot's pool: its agent's URL, and a token that reads the pool and does nothing else."""
+
+    url: str
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOrder:
+    """What the pool wants made: the prepared form of a checkpoint at `out`, which appears whole or not at all."""
+
+    manifest_path: Path
+    dtype: str
+    out: Path
+    progress: ProgressCallback
+    peers: tuple[PeerAddress, ...] = ()
+    """Pools that may have it already."""
+    recycle: Path | None = None
+    """A file nobody uses any more, whose memory may be written over instead of taking new memory; gone afterwards."""
+
+
+RunLoad = Callable[[LoadOrder], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +136,12 @@ class WarmPool:
         self,
         directory: Path,
         budget_bytes: int,
-        run_prepare: RunPrepare,
+        run_load: RunLoad,
         room: Room | None = None,
     ) -> None:
         self.directory = directory
         self.budget_bytes = budget_bytes
-        self._run_prepare = run_prepare
+        self._run_load = run_load
         self._forecast = Forecast({}, 0.0)
         self._entries: dict[str, _Entry] = {}
         self._manifests: dict[Path, tuple[SourceFile, Manifest]] = {}
@@ -156,10 +181,15 @@ class WarmPool:
         self._forecast = Forecast(dict(chances), time.monotonic() + holds_s)
 
     async def acquire(
-        self, manifest_path: Path, dtype: str, holder: str, on_progress: ProgressCallback | None = None
+        self,
+        manifest_path: Path,
+        dtype: str,
+        holder: str,
+        on_progress: ProgressCallback | None = None,
+        peers: tuple[PeerAddress, ...] = (),
     ) -> PoolLease:
         """The prepared form, held for `holder` until `release`. Raises what the preparation raised; then nothing is
-        held."""
+        held. `peers` are asked where it is not here."""
         started_ns = time.monotonic_ns()
         if dtype not in ITEM_BYTES:
             raise FormatError(f"dtype {dtype!r} is not known; choose {', '.join(ITEM_BYTES)}")
@@ -171,7 +201,7 @@ class WarmPool:
         try:
             tier = "pool" if await self._is_ready(entry) else "disk"
             if tier == "disk":
-                await self._load(entry, manifest, dtype, manifest_path)
+                await self._load(entry, manifest, manifest_path, dtype, peers)
         except BaseException:
             self._drop_holder(entry, holder)
             raise
@@ -275,22 +305,27 @@ class WarmPool:
         await self._remove(entry, EntryState.QUARANTINED)
         return False
 
-    async def _load(self, entry: _Entry, manifest: Manifest, dtype: str, manifest_path: Path) -> None:
+    async def _load(
+        self, entry: _Entry, manifest: Manifest, manifest_path: Path, dtype: str, peers: tuple[PeerAddress, ...]
+    ) -> None:
         """Joins the preparation under way, or begins one. It goes on even if whoever asked is cancelled."""
         while entry.state in (EntryState.EVICTING, EntryState.QUARANTINED) and entry.work is not None:
             await asyncio.wait([entry.work])
         if entry.work is None:
             entry.identity, entry.dtype, entry.error = manifest.identity, dtype, ""
             entry.become(EntryState.LOADING)
-            entry.work = asyncio.create_task(self._prepare(entry, manifest, manifest_path))
+            order = LoadOrder(manifest_path, dtype, entry.path, partial(self._tell, entry), peers)
+            entry.work = asyncio.create_task(self._prepare(entry, prepared_bytes(manifest.config, dtype), order))
             entry.work.add_done_callback(_note_outcome)
         await asyncio.shield(entry.work)
 
-    async def _prepare(self, entry: _Entry, manifest: Manifest, manifest_path: Path) -> None:
+    async def _prepare(self, entry: _Entry, needed_bytes: int, order: LoadOrder) -> None:
         try:
-            await self._make_room(entry, prepared_bytes(manifest.config, entry.dtype))
+            recycle = await self._make_room(entry, needed_bytes)
             begin_s = time.monotonic()
-            await self._run_prepare(manifest_path, entry.dtype, entry.path, lambda p: self._tell(entry, p))
+            await self._run_load(replace(order, recycle=recycle))
+            if recycle is not None:
+                _remove(recycle)
             await self._accept(entry, verify=False)
             entry.load_s = time.monotonic() - begin_s
         except BaseException as error:
@@ -329,9 +364,10 @@ class WarmPool:
         entry.become(EntryState.ABSENT)
         self._forget_if_unused(entry)
 
-    async def _remove(self, entry: _Entry, by_way_of: EntryState) -> None:
+    async def _remove(self, entry: _Entry, by_way_of: EntryState, keep_as: Path | None = None) -> None:
         entry.become(by_way_of)
-        entry.work = asyncio.create_task(asyncio.to_thread(_remove, entry.path))
+        move = partial(os.replace, entry.path, keep_as) if keep_as is not None else partial(_remove, entry.path)
+        entry.work = asyncio.create_task(asyncio.to_thread(move))
         try:
             await asyncio.shield(entry.work)
         finally:
@@ -340,25 +376,32 @@ class WarmPool:
             entry.become(EntryState.ABSENT)
             self._forget_if_unused(entry)
 
-    async def _make_room(self, entry: _Entry, needed_bytes: int) -> None:
-        """Reserves the bytes for an entry, evicting what nobody holds, what costs least to lose first."""
+    async def _make_room(self, entry: _Entry, needed_bytes: int) -> Path | None:
+        """Reserves the bytes for an entry, evicting what nobody holds, what costs least to lose first. The last file
+        that had to go is kept for its memory, under a name of this entry's: taking new pages costs as much as filling
+        them."""
         if needed_bytes > self.budget_bytes:
             raise OutOfSpace(
                 f"the prepared checkpoint needs {needed_bytes} bytes, the pool may hold {self.budget_bytes}: raise its "
                 "budget"
             )
         entry.nbytes = needed_bytes
+        recycle, recycled_bytes = entry.path.with_name(f".{entry.path.name}.recycled.tmp"), 0
         while True:
             loads = [e for e in self._entries.values() if e is not entry and e.state is EntryState.LOADING and e.dtype]
             short = self._room.shortage(
-                needed_bytes, self.used_bytes - needed_bytes, [(e.path, e.nbytes) for e in loads]
+                needed_bytes,
+                self.used_bytes - needed_bytes,
+                [(e.path, e.nbytes) for e in loads],
+                min(needed_bytes, recycled_bytes),
             )
             if not short:
-                return
+                return recycle if recycled_bytes else None
             victim = self._victim()
             if victim is None:
                 raise OutOfSpace(f"the pool cannot take {needed_bytes} bytes: {short}, and nothing in it is unused")
-            await self._remove(victim, EntryState.EVICTING)
+            recycled_bytes = victim.nbytes
+            await self._remove(victim, EntryState.EVICTING, recycle)
 
     def _victim(self) -> _Entry | None:
         now_us = time.time_ns() // 1000

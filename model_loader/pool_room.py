@@ -26,19 +26,21 @@ class Room:
         self._memory = memory
         self._is_memory = is_memory(directory)
 
-    def shortage(self, needed_bytes: int, used_bytes: int, coming: Iterable[tuple[Path, int]]) -> str:
+    def shortage(
+        self, needed_bytes: int, used_bytes: int, coming: Iterable[tuple[Path, int]], recycled_bytes: int = 0
+    ) -> str:
         """What stands against `needed_bytes` more beside `used_bytes`, in words; empty: nothing. `coming`: path and
-        size of the forms that others are writing."""
+        size of the forms that others are writing. `recycled_bytes` of those needed are taken already."""
         if used_bytes + needed_bytes > self.budget_bytes:
             return f"{used_bytes} of {self.budget_bytes} are in use by running replicas and other loads"
         reserved = sum(max(0, nbytes - _written_bytes(path)) for path, nbytes in coming)
         found = os.statvfs(self.directory)
         free = found.f_bavail * found.f_frsize - reserved
-        if free < needed_bytes:
+        if free < needed_bytes - recycled_bytes:
             return f"{max(0, free)} are free in {self.directory}"
         if self._is_memory:
             available = self._memory().available_bytes - RESERVE_BYTES - reserved
-            if available < needed_bytes:
+            if available < needed_bytes - recycled_bytes:
                 return (
                     f"{max(0, available)} bytes of memory are available beyond a reserve of {RESERVE_BYTES} "
                     "(the machine's, or this container's limit)"

@@ -24,7 +24,7 @@ from function_runtime.errors import LoadError, PoolEntryInUse, PoolEntryUnknown
 from function_runtime.protocol import Peer, PoolEntry, ReplicaSpec
 from model_loader.errors import LoaderError, error_from_code
 from model_loader.manifest import Manifest
-from model_loader.pool import SUFFIX, ProgressCallback, WarmPool
+from model_loader.pool import SUFFIX, LoadOrder, PeerAddress, ProgressCallback, WarmPool
 from model_loader.pool_room import default_budget
 from model_loader.pool_state import EntryState
 from model_loader.progress import Progress
@@ -50,7 +50,7 @@ class Pool:
         self._on_change = on_change
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.budget_bytes = budget_bytes or default_budget(directory)
-        self._pool = WarmPool(directory, self.budget_bytes, self._run_prepare)
+        self._pool = WarmPool(directory, self.budget_bytes, self._run_load)
         self._scan: asyncio.Task[object] | None = None
 
     async def open(self) -> None:
@@ -81,7 +81,8 @@ class Pool:
     async def _acquire(self, manifest_path: str, dtype: str, holder: str, peers: Sequence[Peer]) -> Checkpoint:
         if self._scan is not None and not self._scan.done():
             await asyncio.wait([self._scan])
-        lease = await self._pool.acquire(Path(manifest_path), dtype, holder)
+        addresses = tuple(PeerAddress(peer.url, peer.token) for peer in peers)
+        lease = await self._pool.acquire(Path(manifest_path), dtype, holder, peers=addresses)
         if lease.tier != "pool":
             self._on_change()
         return Checkpoint(str(lease.path), lease.tier, lease.nbytes)
@@ -132,10 +133,11 @@ class Pool:
             await asyncio.gather(self._scan, return_exceptions=True)
         await self._pool.close()
 
-    async def _run_prepare(self, manifest_path: Path, dtype: str, out: Path, progress: ProgressCallback) -> None:
+    async def _run_load(self, order: LoadOrder) -> None:
         """One preparation as a process of its own, so that its memory goes with it and its threads are nobody's."""
         recipe = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "model_loader.recipe", str(manifest_path), "--dtype", dtype, "--out", str(out)),
+            *(sys.executable, "-m", "model_loader.recipe", str(order.manifest_path), "--dtype", order.dtype),
+            *("--out", str(order.out)),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             limit=_MAX_LINE_BYTES,
@@ -143,7 +145,7 @@ class Pool:
         )
         self._children.foreign.add(recipe.pid)
         try:
-            error = await _follow(recipe, progress)
+            error = await _follow(recipe, order.progress)
             status = await recipe.wait()
         except BaseException:
             if recipe.returncode is None:
@@ -155,7 +157,7 @@ class Pool:
         if error is not None:
             raise error
         if status != 0:
-            message = f"the preparation of {manifest_path} ended with status {status}; see the agent's log"
+            message = f"the preparation of {order.manifest_path} ended with status {status}; see the agent's log"
             raise LoadError("prepare_failed", message, retry=True)
 
 

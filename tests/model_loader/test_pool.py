@@ -14,7 +14,7 @@ from model_loader.errors import FormatError, IntegrityError, OutOfSpace
 from model_loader.importer import import_model
 from model_loader.llama_layout import prepared_bytes
 from model_loader.manifest import Manifest
-from model_loader.pool import WarmPool, pool_key
+from model_loader.pool import LoadOrder, PeerAddress, WarmPool, pool_key
 from model_loader.pool_room import Room
 from model_loader.pool_state import TRANSITIONS, EntryState, IllegalTransition, transition
 from model_loader.prepared import PreparedFile
@@ -22,27 +22,27 @@ from model_loader.progress import Progress
 from model_loader.recipe import prepare
 from tests.support.checkpoints import make_tiny_llama
 
-ProgressCallback = Callable[[Progress], None]
-
 
 class Preparing:
     """Runs the recipe in a thread, counts, and can be made to wait or fail."""
 
     def __init__(self) -> None:
         self.calls = 0
+        self.orders: list[LoadOrder] = []
         self.failure: BaseException | None = None
         self.gate = asyncio.Event()
         self.gate.set()
         self.started = asyncio.Event()
 
-    async def __call__(self, manifest_path: Path, dtype: str, out: Path, progress: ProgressCallback) -> None:
+    async def __call__(self, order: LoadOrder) -> None:
         self.calls += 1
+        self.orders.append(order)
         self.started.set()
         await self.gate.wait()
         if self.failure is not None:
             raise self.failure
-        progress(Progress("prepare", 1, 2))
-        await asyncio.to_thread(prepare, Manifest.load(manifest_path), dtype, out)
+        order.progress(Progress("prepare", 1, 2))
+        await asyncio.to_thread(prepare, Manifest.load(order.manifest_path), order.dtype, order.out)
 
 
 @pytest.fixture
@@ -243,9 +243,10 @@ class Killed(Exception):
     pass
 
 
-async def run_recipe(manifest_path: Path, dtype: str, out: Path, progress: ProgressCallback) -> None:
+async def run_recipe(order: LoadOrder) -> None:
+    where = (str(order.manifest_path), "--dtype", order.dtype, "--out", str(order.out))
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "model_loader.recipe", str(manifest_path), "--dtype", dtype, "--out", str(out)),
+        *(sys.executable, "-m", "model_loader.recipe", *where),
         stdout=asyncio.subprocess.PIPE,
     )
     try:
@@ -257,12 +258,12 @@ async def run_recipe(manifest_path: Path, dtype: str, out: Path, progress: Progr
     if process.returncode != 0:
         raise Killed(f"signal {-(process.returncode or 0)}")
     event = json.loads(output.splitlines()[-2])
-    progress(Progress(event["stage"], event["done_bytes"], event["total_bytes"]))
+    order.progress(Progress(event["stage"], event["done_bytes"], event["total_bytes"]))
 
 
 async def test_the_recipe_runs_as_a_process_and_tells_its_progress(manifests: list[Manifest], tmp_path: Path) -> None:
     seen: list[Progress] = []
-    await run_recipe(manifests[0].path, "float32", tmp_path / "out", seen.append)
+    await run_recipe(LoadOrder(manifests[0].path, "float32", tmp_path / "out", seen.append))
     assert seen[-1].done_bytes == seen[-1].total_bytes
     PreparedFile.open(tmp_path / "out", verify=True)
 
@@ -292,7 +293,7 @@ async def test_a_killed_preparation_is_lost_and_may_be_tried_again(manifests: li
 
 async def test_cancelling_ends_the_process(manifests: list[Manifest], tmp_path: Path) -> None:
     running: Awaitable[None] = asyncio.ensure_future(
-        run_recipe(manifests[0].path, "float32", tmp_path / "out", lambda _: None)
+        run_recipe(LoadOrder(manifests[0].path, "float32", tmp_path / "out", lambda _: None))
     )
     await until(lambda: bool(children()))
     running.cancel()  # type: ignore[attr-defined]
@@ -364,7 +365,7 @@ async def test_memory_that_is_not_there_is_refused_before_anything_is_written(
     tmp_path: Path, preparing: Preparing, manifests: list[Manifest]
 ) -> None:
     class Full(Room):
-        def shortage(self, needed_bytes: int, used_bytes: int, coming: object) -> str:
+        def shortage(self, needed_bytes: int, used_bytes: int, coming: object, recycled_bytes: int = 0) -> str:
             return "7 bytes of memory are available"
 
     pool = WarmPool(tmp_path / "pool", 1 << 30, preparing, Full(tmp_path, 1 << 30))
@@ -372,3 +373,38 @@ async def test_memory_that_is_not_there_is_refused_before_anything_is_written(
         await pool.acquire(manifests[0].path, "float32", "a")
     assert preparing.calls == 0
     assert list(pool.directory.iterdir()) == []
+
+
+async def test_the_memory_of_what_had_to_go_is_offered_to_what_comes(
+    tmp_path: Path, preparing: Preparing, manifests: list[Manifest]
+) -> None:
+    pool = WarmPool(tmp_path / "pool", prepared_bytes(manifests[0].config, "float32") + 4096, preparing)
+    first = await pool.acquire(manifests[0].path, "float32", "a")
+    content, inode = first.path.read_bytes(), first.path.stat().st_ino
+    pool.release("a")
+    preparing.gate.clear()
+    preparing.started.clear()
+    peers = (PeerAddress("http://127.0.0.1:1", "t"),)
+    asking = asyncio.create_task(pool.acquire(manifests[1].path, "float32", "b", peers=peers))
+    await preparing.started.wait()
+    order = preparing.orders[-1]
+    assert order.peers == peers and preparing.orders[0].recycle is None
+    assert order.recycle is not None and order.recycle.read_bytes() == content
+    assert order.recycle.stat().st_ino == inode and not first.path.exists()
+    preparing.gate.set()
+    await asking
+    assert not order.recycle.exists()
+    assert [path.suffix for path in pool.directory.iterdir()] == [".prepared"]
+
+
+async def test_what_is_kept_for_its_memory_goes_with_a_load_that_fails(
+    tmp_path: Path, preparing: Preparing, manifests: list[Manifest]
+) -> None:
+    pool = WarmPool(tmp_path / "pool", prepared_bytes(manifests[0].config, "float32") + 4096, preparing)
+    await pool.acquire(manifests[0].path, "float32", "a")
+    pool.release("a")
+    preparing.failure = IntegrityError("swapped")
+    with pytest.raises(IntegrityError):
+        await pool.acquire(manifests[1].path, "float32", "b")
+    assert preparing.orders[-1].recycle is not None
+    assert list(pool.directory.iterdir()) == [] and pool.used_bytes == 0
