@@ -3,16 +3,14 @@
     prefill of a token = a + b * position        a decode step = c + d * position
     reading = latency * rounds + bytes / bandwidth, where a round is as many reads as go at once
 
-Each pair is fitted to the last measurements, whose weights fade (`FADE` for each later one); a prior is a few
-measurements that were never made. Limits: one process; a store that changes is noticed after some reads.
+Each pair is fitted to the last measurements (`fit`); a prior is a few measurements that were never made. Limits: one
+process; a store that changes is noticed after a few reads.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import threading
-from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -20,14 +18,11 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from function_runtime.kv.fit import Fit
+
 Amount: TypeAlias = int | float | NDArray[np.int64] | NDArray[np.float64]
 
-FADE: Final = 0.8
-KEPT: Final = 24
 _TYPICAL_READS: Final = ((1.0, 1e5), (1.0, 1e7), (4.0, 1e8))
-_STEPS: Final = 12
-_PULL: Final = 1e-3
-"""Of the prior, on what is measured too one-sidedly to tell two parts apart."""
 READERS: Final = 8
 """Reads that go at once."""
 
@@ -55,56 +50,6 @@ PRIOR: Final = Speeds(
     prefill_s=1e-3, prefill_position_s=1e-7, decode_s=0.03, decode_position_s=5e-6, latency_s=0.02, bytes_per_s=200e6
 )
 """A small model on a CPU; a store in the same rack. Used until something was measured."""
-
-
-class Fit:
-    """y = p * first + q * second, with p and q above 0, fitted to the last `KEPT` measurements.
-
-    What is made small is the difference of logarithms: a measurement ten times as long counts as one a tenth as long.
-    What the measurements do not tell apart stays as the prior has it. A few Gauss-Newton steps from the last fit.
-    """
-
-    def __init__(self, p: float, q: float, typical: tuple[tuple[float, float], ...]) -> None:
-        self._prior = (math.log(max(p, 1e-15)), math.log(max(q, 1e-15)))
-        self._logs = self._prior
-        self._typical = [(first, second, math.log(p * first + q * second)) for first, second in typical]
-        self._seen: deque[tuple[float, float, float]] = deque(maxlen=KEPT)
-        self._fitted = True
-
-    def measure(self, first: float, second: float, y: float) -> None:
-        if y > 0 and first >= 0 and second >= 0 and first + second > 0:
-            self._seen.append((first, second, math.log(y)))
-            self._fitted = False
-
-    @property
-    def values(self) -> tuple[float, float]:
-        if not self._fitted:
-            weighted = [(FADE**age, *row) for age, row in enumerate(reversed(self._seen))]
-            weighted += [(FADE ** len(self._seen), *row) for row in self._typical]
-            for _ in range(_STEPS):
-                self._logs = self._improved(weighted)
-            self._fitted = True
-        return math.exp(self._logs[0]), math.exp(self._logs[1])
-
-    def _improved(self, weighted: list[tuple[float, float, float, float]]) -> tuple[float, float]:
-        u, v = self._logs
-        p, q = math.exp(u), math.exp(v)
-        a = c = _PULL
-        b = 0.0
-        g, h = _PULL * (self._prior[0] - u), _PULL * (self._prior[1] - v)
-        for weight, first, second, log_y in weighted:
-            expected = p * first + q * second
-            x, z = p * first / expected, q * second / expected
-            missing = log_y - math.log(expected)
-            a, b, c = a + weight * x * x, b + weight * x * z, c + weight * z * z
-            g, h = g + weight * x * missing, h + weight * z * missing
-        determinant = a * c - b * b
-        du, dv = (g * c - h * b) / determinant, (a * h - b * g) / determinant
-        return _step(u, du), _step(v, dv)
-
-
-def _step(value: float, change: float) -> float:
-    return min(max(value + min(max(change, -3.0), 3.0), -50.0), 50.0)
 
 
 DIRECTORY_PRIOR: Final = (0.001, 400e6)

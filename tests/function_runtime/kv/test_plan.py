@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from function_runtime.kv.plan import MAX_DEADLINE_S, Candidate, Costs, Known, Plan, plan
-from function_runtime.kv.speeds import FADE, PRIOR, Fit, Measured, Speeds, load_speeds, save_speeds
+from function_runtime.kv.speeds import PRIOR, Speeds, load_speeds, save_speeds
 
 CHUNK_BYTES = 32 * 46080
 
@@ -139,38 +139,6 @@ def test_the_plan_is_never_predicted_to_be_worse_than_the_better_of_the_two(data
         assert all(a[1] == b[0] for a, b in itertools.pairwise(runs)), "a gapless run"
         assert found.start <= prompt
         assert all(0 < d.deadline_s <= MAX_DEADLINE_S for d in found.decisions if d.load)
-
-
-# The same cases in every run: within 40 measurements a fit comes this near for most speeds, not for every one there is.
-@settings(deadline=None, max_examples=20, derandomize=True)
-@given(measured, st.integers(1, 100), st.floats(1e-3, 0.5), st.floats(1e6, 1e9))
-def test_measurements_lead_from_the_prior_to_what_is_so(
-    real: Speeds, seed: int, latency_s: float, bytes_per_s: float
-) -> None:
-    real = replace(real, latency_s=latency_s, bytes_per_s=bytes_per_s)
-    found = Measured()
-    for count in range(40):
-        start = (seed * 37 + count * 211) % 3000
-        end = start + 100 + (count * 97) % 400
-        found.prefilled(start, end, Costs(Known(10**6, 10**6), real).between(start, end))
-        found.decoded(end, real.decode_s + real.decode_position_s * end)
-        reads = 1 + count % 40
-        found.read(nbytes := reads * 10**6, reads, float(real.reading_s(nbytes, reads)))
-    now = found.speeds
-    assert Costs(Known(2000, 2000), now).between(0, 2000) == pytest.approx(
-        Costs(Known(2000, 2000), real).between(0, 2000), rel=0.25
-    )
-    assert now.decode_s + 1000 * now.decode_position_s == pytest.approx(
-        real.decode_s + 1000 * real.decode_position_s, rel=0.25
-    )
-    assert float(now.reading_s(2e7, 20)) == pytest.approx(float(real.reading_s(2e7, 20)), rel=0.25)
-
-
-def test_a_fit_forgets() -> None:
-    fit = Fit(1.0, 0.0, ((1.0, 0.0),))
-    for _ in range(30):
-        fit.measure(1.0, 0.0, 5.0)
-    assert fit.values[0] == pytest.approx(5.0, rel=0.01) and FADE < 1
 
 
 def test_speeds_are_kept_for_the_next_replica_and_doubted(tmp_path: Path) -> None:
