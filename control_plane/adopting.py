@@ -3,7 +3,8 @@
 The journal moves the owner in one statement; whoever moved it goes on with the request: attached to the replica that
 still runs it, under the epoch it has, or queued for another under the next. A former owner that wakes up again is
 refused by the journal from then on, and lets go of what it finds taken.
-Limits: a request whose log cannot be read stays with its new owner for the next start.
+What cannot be read of a request (altered bytes) ends that request with its reason and none of the others; what the
+storage refuses is tried again. Limits: a fault of ours ends a request too, after a few tries.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from typing import Final
 
 from control_plane.dispatch import Dispatcher
-from control_plane.errors import StokerError
+from control_plane.errors import Damaged, StokerError
 from control_plane.gateway.acceptance import origin_of
 from control_plane.journal import Journal
 from control_plane.kv_desk import KvDesk
@@ -24,6 +25,7 @@ from control_plane.lanes import FunctionKey
 from control_plane.live_request import LiveRequest, TimeLimits
 from control_plane.records import Outcome, OutcomeError, RequestRecord, RequestState
 from control_plane.request_log import RequestLog
+from control_plane.retries import Retry
 from control_plane.sealing import TenantKeys
 from control_plane.seating import Seating
 from control_plane.serving import Serving, limits_of
@@ -32,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_LIMITS: Final = TimeLimits(600.0, 120.0, 120.0, 60.0, 3600.0)
 """For an adopted request whose function is gone."""
+FAULTS: Final = 5
+"""So often a request is taken up before a fault of ours ends it."""
 
 
 class Adopting:
@@ -51,6 +55,7 @@ class Adopting:
         self._seating = seating
         self._kv_desk = kv_desk
         self._task: asyncio.Task[None] | None = None
+        self._again: set[asyncio.Task[None]] = set()
         self.adopted = 0
         self.paused_us: Callable[[FunctionKey, int, int], int] = lambda key, since_us, now_us: 0
         """For how much of this time a function was drained: no limit of its requests ran."""
@@ -79,24 +84,57 @@ class Adopting:
             logger.exception("event=adoption_failed owners=%s", ",".join(owners))
 
     async def _resume_all(self, records: list[RequestRecord]) -> None:
-        for key in {(record.tenant, record.function) for record in records}:
-            await self._serving.load_older(key)
         for record in records:
-            try:
-                await self._resume(record)
-            except Exception:
-                # It stays in the journal for the next start; the others must not suffer for it.
-                logger.exception("event=adopt_failed request=%s", record.id)
+            retry = Retry("adoption_refused", record.id, float("inf"))
+            pause_s = await self._take_up(record, retry)
+            if pause_s is not None:
+                task = asyncio.get_running_loop().create_task(self._take_up_later(record, retry, pause_s))
+                self._again.add(task)
+                task.add_done_callback(self._again.discard)
         if records:
             self.adopted += len(records)
             logger.info("event=adopted requests=%d", len(records))
             self.on_adopted()
 
+    async def _take_up_later(self, record: RequestRecord, retry: Retry, pause_s: float | None) -> None:
+        while pause_s is not None:
+            await asyncio.sleep(pause_s)
+            pause_s = await self._take_up(record, retry)
+
+    async def _take_up(self, record: RequestRecord, retry: Retry) -> float | None:
+        """Go on with it, or end it; the others must not suffer for it. How soon to try again; None: it is done."""
+        try:
+            try:
+                await self._resume(record)
+            except Damaged as error:
+                await self._refuse(record, "stored_data_damaged", error.message)
+            except StokerError:
+                raise
+            except Exception as error:
+                if record.id in self._dispatcher.requests:
+                    logger.exception("event=adopt_failed request=%s", record.id)
+                elif retry.tries < FAULTS:
+                    raise
+                else:
+                    await self._refuse(record, "adoption_failed", f"it could not be taken over: {error!r}")
+        except Exception as error:
+            return retry.refused(error)
+        return None
+
+    async def _refuse(self, record: RequestRecord, code: str, message: str) -> None:
+        error = OutcomeError(500, code, message)
+        await self._journal.finish(record.id, record.epoch, Outcome(RequestState.REFUSED, error=error))
+
     async def _resume(self, record: RequestRecord) -> None:
+        record = await self._journal.opened(record)
+        if record.damaged:
+            raise Damaged(record.damaged)
         if not record.params:
             error = OutcomeError(410, "key_deleted", "its input was sealed with a key that has been deleted")
             await self._journal.finish(record.id, record.epoch, Outcome(RequestState.FAILED, error=error))
             return
+        if self._serving.revision((record.tenant, record.function), record.revision) is None:
+            await self._serving.load_older((record.tenant, record.function))
         revision = self._serving.revision((record.tenant, record.function), record.revision)
         limits = limits_of(revision) if revision is not None else DEFAULT_LIMITS
         shares, price = ("tenant", 0)
@@ -144,6 +182,7 @@ class Adopting:
             logger.warning("event=owners_not_read error=%s", error)  # what was taken shows at its next commit
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        tasks = [*self._again, *([self._task] if self._task is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

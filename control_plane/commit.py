@@ -15,16 +15,14 @@ from typing import Final
 
 import msgspec
 
-from control_plane.errors import StokerError
 from control_plane.journal import Journal
 from control_plane.live_request import LiveRequest, Lost, Phase
+from control_plane.retries import Retry
 from function_runtime.protocol import Finished, KvSealed, Parked, TokenEvent, Tokens
 
 logger = logging.getLogger(__name__)
 
 _encode: Final = msgspec.msgpack.Encoder().encode
-RETRY_S: Final = (0.05, 0.2, 0.5, 1.0, 2.0)
-"""Pauses before an append that the storage refused is tried again; the last one repeats."""
 
 
 class Commits:
@@ -89,7 +87,7 @@ class Commits:
         request.committing = asyncio.get_running_loop().create_future()
         request.committing_events = events
         ends, request.pending_ends = request.pending_ends, None
-        self._write(request, request.epoch, events, ends, 0, time.monotonic())
+        self._write(request, request.epoch, events, ends, time.monotonic())
 
     def _write(
         self,
@@ -97,8 +95,8 @@ class Commits:
         epoch: int,
         events: list[TokenEvent],
         ends: tuple[int, ...] | None,
-        tries: int,
         since_s: float,
+        retry: Retry | None = None,
     ) -> None:
         future = asyncio.ensure_future(
             self._journal.append(
@@ -120,17 +118,11 @@ class Commits:
                 return
             error = done.exception()
             if error is not None:
-                # Only the journal's own word (False) says that the request is another's; a fault, whichever, passes.
-                pause_s = RETRY_S[min(tries, len(RETRY_S) - 1)]
-                logger.warning(
-                    "event=append_refused request=%s retry_s=%s error=%s",
-                    request.request_id, pause_s, error, exc_info=None if isinstance(error, StokerError) else error,
-                )  # fmt: skip
-                away_s = time.monotonic() - since_s
-                if away_s >= self._journal.patience_s:
-                    request.keep_for_later(away_s)
+                again = retry or Retry(
+                    "append_refused", request.request_id, self._journal.patience_s, request.keep_for_later, since_s
+                )
                 asyncio.get_running_loop().call_later(
-                    pause_s, self._write, request, epoch, events, ends, tries + 1, since_s
+                    again.refused(error), self._write, request, epoch, events, ends, since_s, again
                 )
                 return
             if request.committing is not None:

@@ -96,9 +96,6 @@ class Demand:
         reports = [self._reports.pop(name)[0] for name in gone]
         return {(lane.tenant, lane.function) for report in reports for lane in report.lanes}
 
-    def forget_all(self) -> None:
-        self._reports.clear()
-
     @property
     def complete(self) -> bool:
         """Whether every living gateway has been heard lately, with whatever it has adopted."""

@@ -12,12 +12,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 from autoscaler.placement import Placement
 from control_plane.attempt_notes import AttemptNotes
 from control_plane.attempts import Attempts
-from control_plane.commit import RETRY_S
 from control_plane.decisions import Decisions
 from control_plane.endings import Endings
 from control_plane.errors import Fenced, FunctionDrained, ModelUnusable, StokerError
@@ -37,6 +36,9 @@ from function_runtime.protocol import (
 )
 
 logger = logging.getLogger(__name__)
+
+ASSIGN_AGAIN_S: Final = 0.5
+"""Pause before a request whose assignment the storage refused waits for a place again, which may be another one."""
 
 
 class Dispatcher:
@@ -181,7 +183,7 @@ class Dispatcher:
         except Exception as error:
             unknown = not isinstance(error, StokerError)
             logger.warning("event=assign_refused request=%s error=%s", request.request_id, error, exc_info=unknown)
-            await asyncio.sleep(RETRY_S[2])
+            await asyncio.sleep(ASSIGN_AGAIN_S)
             if request.phase is not Phase.ASSIGNING:
                 return
             if request.cancelling is not None:

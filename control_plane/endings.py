@@ -13,12 +13,11 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
-from control_plane.commit import RETRY_S
-from control_plane.errors import StokerError
 from control_plane.journal import Journal
 from control_plane.lanes import Lane, Lanes, Seat
 from control_plane.live_request import LiveRequest, Phase
 from control_plane.records import OutcomeError, RequestState
+from control_plane.retries import Retry
 
 logger = logging.getLogger(__name__)
 
@@ -106,22 +105,13 @@ class Endings:
     async def _finish(
         self, request: LiveRequest, state: RequestState, error: OutcomeError | None, seat: Seat | None, epoch: int
     ) -> None:
-        tries, since_s = 0, time.monotonic()
+        retry = Retry("finish_refused", request.request_id, self._journal.patience_s, request.keep_for_later)
         while True:
             try:
                 written = await self._journal.finish(request.request_id, epoch, request.outcome(state, error))
                 break
             except Exception as refused:
-                pause_s = RETRY_S[min(tries, len(RETRY_S) - 1)]
-                logger.warning(
-                    "event=finish_refused request=%s retry_s=%s error=%s",
-                    request.request_id, pause_s, refused, exc_info=not isinstance(refused, StokerError),
-                )  # fmt: skip
-                tries += 1
-                away_s = time.monotonic() - since_s
-                if away_s >= self._journal.patience_s:
-                    request.keep_for_later(away_s)
-                await asyncio.sleep(pause_s)
+                await asyncio.sleep(retry.refused(refused))
         if request.committing is not None:
             await asyncio.wait([request.committing])
         request.move(Phase.ENDED)

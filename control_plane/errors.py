@@ -2,7 +2,7 @@
 
     StokerError
       InvalidRequest 400   Unauthenticated 401   Forbidden 403   NotFound 404   Conflict 409 (Fenced)
-      KeyDeleted 410   TooLarge 413   Unprocessable 422   Saturated 429   Internal 500
+      KeyDeleted 410   TooLarge 413   Unprocessable 422   Saturated 429   Internal 500 (Damaged)
       Unavailable 503 (StorageUnavailable (LeaseLapsed), Elsewhere,
         ObjectStoreUnavailable, ModelLoading, FunctionDrained, ModelUnusable)
 
@@ -141,6 +141,14 @@ class Saturated(StokerError):
 
 class Internal(StokerError):
     """A fault of ours; details are in the log under the request id."""
+
+
+class Damaged(Internal):
+    """Something stored is not what was written: it does not open with its key, or cannot be read. Only that one thing
+    is lost; who reads many goes on with the others."""
+
+    default_code = "stored_data_damaged"
+    retry = False
 
 
 class Unavailable(StokerError):

@@ -10,17 +10,21 @@ from __future__ import annotations
 
 import enum
 import fnmatch
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 from control_plane.database import Connection, Database, to_the_end
-from control_plane.errors import Conflict, InvalidRequest, NotFound
+from control_plane.errors import Conflict, InvalidRequest, NotFound, StokerError
 from control_plane.settings import ModelSettings
 
 if TYPE_CHECKING:
     from control_plane.spec import FunctionSpec
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class ImportState(enum.StrEnum):
@@ -129,13 +133,16 @@ class FunctionStore:
     # --- looking up -------------------------------------------------------------------------------------------
 
     async def refresh(self) -> None:
-        """Read all functions, and tell subscribers of what differs from before (at start, everything is new)."""
+        """Read all functions, and tell subscribers of what differs from before (at start, everything is new). One whose
+        row cannot be read (damaged, or of a newer release) stays as it is known here, or unknown."""
 
-        def run(connection: Connection) -> list[Function]:
-            return [_function(row) for row in connection.execute(_CURRENT).fetchall()]
+        def run(connection: Connection) -> list[Sequence[Any]]:
+            return list(connection.execute(_CURRENT).fetchall())
 
-        found = {(each.tenant, each.name): each for each in await self._database.read(run)}
-        for key in [key for key in self._functions if key not in found]:
+        rows = await self._database.read(run)
+        there = {(str(row[2]), str(row[3])) for row in rows}
+        found = {(each.tenant, each.name): each for each in _readable(_function, rows)}
+        for key in [key for key in self._functions if key not in there]:
             self._forget(key)
         for function in found.values():
             self._remember(function)
@@ -172,7 +179,7 @@ class FunctionStore:
                 "ORDER BY v.revision",
                 {"tenant": tenant, "name": name},
             ).fetchall()
-            return [_revision(row) for row in rows]
+            return list(_readable(_revision, rows))
 
         found = await self._database.read(run)
         if not found:
@@ -385,8 +392,8 @@ class FunctionStore:
     def _check_names(connection: Connection, spec: FunctionSpec, tenant: str) -> None:
         """A model name means one function of a tenant. Checked inside the transaction, against what is stored."""
         wanted = set(spec.names())
-        for row in connection.execute(_CURRENT + " AND f.tenant = :tenant", {"tenant": tenant}).fetchall():
-            other = _function(row)
+        rows = connection.execute(_CURRENT + " AND f.tenant = :tenant", {"tenant": tenant}).fetchall()
+        for other in _readable(_function, rows):
             if other.name == spec.name:
                 continue
             taken = sorted(wanted & set(other.spec.names()))
@@ -406,6 +413,15 @@ def _now_us() -> int:
 def _load(connection: Connection, name: str, tenant: str) -> Function:
     values = {"tenant": tenant, "name": name}
     return _function(connection.execute(_CURRENT + " AND f.tenant = :tenant AND f.name = :name", values).fetchone())
+
+
+def _readable(read: Callable[[Sequence[Any]], T], rows: Sequence[Sequence[Any]]) -> Iterator[T]:
+    """What can be read of these rows: one that cannot be stops none of the others."""
+    for row in rows:
+        try:
+            yield read(row)
+        except (StokerError, ValueError) as error:
+            logger.error("event=function_damaged row=%s error=%s", row[:5], error)
 
 
 def _function(row: Sequence[Any]) -> Function:

@@ -1,11 +1,13 @@
 """Reading the journal: requests, their logs, their attempts, the KV a resume may load.
 
-Every answer is one read transaction. What is sealed is opened here. Limits: what retention has dropped
-is gone (an empty log, empty input), while the request's row and its ledger rows stay longer.
+Every answer is one read transaction. What is sealed is opened here. A record that does not open or cannot be read says
+so (`damaged`) and stops none of those that were read with it. Limits: what retention has dropped is gone (an empty log,
+empty input), while the request's row and its ledger rows stay longer.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -14,15 +16,26 @@ import msgspec
 
 from control_plane import statements as sql
 from control_plane.database import Connection, Database
-from control_plane.errors import KeyDeleted
+from control_plane.errors import Damaged, KeyDeleted, Unprocessable
 from control_plane.records import Attempt, Outcome, RequestRecord, RequestState
 from control_plane.sealing import RequestSeal, TenantKeys
 from function_runtime.protocol import DeviceTime, KvChunk, TokenEvent
 
+logger = logging.getLogger(__name__)
+
 _decode_events: Final = msgspec.msgpack.Decoder(list[TokenEvent]).decode
 _decode_ends: Final = msgspec.msgpack.Decoder(tuple[int, ...]).decode
 _decode_outcome: Final = msgspec.msgpack.Decoder(Outcome).decode
-decode_chunks: Final = msgspec.msgpack.Decoder(list[KvChunk]).decode
+_decode_chunks: Final = msgspec.msgpack.Decoder(list[KvChunk]).decode
+
+
+def decode_chunks(payload: bytes) -> list[KvChunk]:
+    """None of them where the row cannot be read: nobody can load by it, so it holds nothing."""
+    try:
+        return _decode_chunks(payload)
+    except msgspec.MsgspecError as error:
+        logger.error("event=kv_row_damaged bytes=%d error=%s", len(payload), error)
+        return []
 
 
 class History:
@@ -50,15 +63,18 @@ class History:
             return record
         try:
             seal = self._seal_of(record.tenant, record.sealed, record.id)
+            if seal is None:
+                return record
+            params, prompt = seal.open("params", record.params), seal.open("prompt", record.prompt)
         except KeyDeleted:
             return replace(record, params=b"", prompt=b"")
-        if seal is None:
-            return record
-        params, prompt = seal.open("params", record.params), seal.open("prompt", record.prompt)
+        except Damaged as error:
+            logger.error("event=record_damaged request=%s error=%s", record.id, error)
+            return replace(record, params=b"", prompt=b"", damaged=str(error))
         return replace(record, params=params, prompt=prompt)
 
     async def log(self, request_id: str, after_seq: int = 0) -> list[TokenEvent]:
-        """The tokens behind `after_seq`, in order."""
+        """The tokens behind `after_seq`, in order. Raises `Damaged`."""
 
         def run(connection: Connection) -> tuple[Any, list[Any]]:
             sealed = connection.execute(sql.SEALED, {"id": request_id}).fetchone()
@@ -74,7 +90,10 @@ class History:
         except KeyDeleted:
             return events
         for first_seq, payload in rows:
-            decoded = _decode_events(payload if seal is None else seal.open(f"log/{first_seq}", bytes(payload)))
+            try:
+                decoded = _decode_events(payload if seal is None else seal.open(f"log/{first_seq}", bytes(payload)))
+            except msgspec.MsgspecError as error:
+                raise Damaged(f"the log of {request_id} cannot be read from token {first_seq} on: {error}") from error
             events.extend(decoded[after_seq + 1 - first_seq :] if first_seq <= after_seq else decoded)
         return events
 
@@ -84,6 +103,11 @@ class History:
         values = {"id": request_id, "tenant": tenant}
         row = await self._database.read(lambda connection: connection.execute(query, values).fetchone())
         return None if row is None else (await self._all_opened([record_of(row)]))[0]
+
+    async def under_key(self, tenant: str, key: str, body_hash: bytes) -> RequestRecord | None:
+        """The request that was accepted under this idempotency key. Raises `Unprocessable` if for another body."""
+        found = await self._database.read(lambda connection: under_key(connection, tenant, key, body_hash))
+        return None if found is None else (await self._all_opened([found]))[0]
 
     async def whose(self, request_ids: Collection[str]) -> dict[str, tuple[str, int, RequestState]]:
         """(owner, epoch, state) of those that are known."""
@@ -127,14 +151,36 @@ class History:
         return list(chunks.values())
 
 
+def under_key(connection: Connection, tenant: str, key: str, body_hash: bytes | None) -> RequestRecord | None:
+    values = {"tenant": tenant, "idempotency_key": key}
+    found = connection.execute(sql.BY_IDEMPOTENCY_KEY, values).fetchone()
+    if found is None:
+        return None
+    if found[1] != body_hash:
+        raise Unprocessable(
+            "this Idempotency-Key was used for a request with another body: use a new key for a new request",
+            param="Idempotency-Key",
+            code="idempotency_key_reused",
+        )
+    return record_of(connection.execute(sql.GET, {"id": found[0]}).fetchone())
+
+
 def record_of(row: Sequence[Any]) -> RequestRecord:
+    """Never raises for what is written in the row: a batch is read for all that are in it."""
     fixed: list[Any] = list(row)
     fixed[9] = bool(row[9])
     fixed[13] = RequestState(row[13])
     device = DeviceTime(row[23], row[24])
-    ends = _decode_ends(row[25]) if row[25] else ()
-    outcome = _decode_outcome(row[26]) if row[26] else None
-    fixed[23:] = [device, ends, outcome, bytes(row[27] or b""), bytes(row[28] or b""), row[29]]
+    damaged = ""
+    ends: tuple[int, ...] = ()
+    outcome: Outcome | None = None
+    try:
+        ends = _decode_ends(row[25]) if row[25] else ()
+        outcome = _decode_outcome(row[26]) if row[26] else None
+    except msgspec.MsgspecError as error:
+        damaged = f"its row cannot be read: {error}"
+        logger.error("event=record_damaged request=%s error=%s", row[0], error)
+    fixed[23:] = [device, ends, outcome, bytes(row[27] or b""), bytes(row[28] or b""), row[29], damaged]
     return RequestRecord(*fixed)
 
 

@@ -20,8 +20,8 @@ from control_plane import statements as sql
 from control_plane.accounts import charge_request
 from control_plane.appends import AppendRow, Appends
 from control_plane.database import Connection, Database
-from control_plane.errors import Fenced, LeaseLapsed, NotFound, StorageUnavailable, Unprocessable
-from control_plane.history import History, decode_chunks, record_of
+from control_plane.errors import Fenced, LeaseLapsed, NotFound, StorageUnavailable
+from control_plane.history import History, decode_chunks, record_of, under_key
 from control_plane.records import (
     Accepted,
     Attempt,
@@ -113,8 +113,8 @@ class Journal(History):
     # --- whose they are -----------------------------------------------------------------------------------------
 
     async def adopt(self, alive: Collection[str] = ()) -> list[RequestRecord]:
-        """Make the unfinished requests of all gateways but those `alive` mine, and return all that are mine. A former
-        owner that still lives is fenced from here on."""
+        """Make the unfinished requests of all gateways but those `alive` mine, and return all that are mine, as they
+        lie there: `opened` gives what is sealed. A former owner that still lives is fenced from here on."""
 
         def run(connection: Connection) -> list[RequestRecord]:
             for (owner,) in connection.execute(sql.OWNERS_OF_LIVE).fetchall():
@@ -123,18 +123,30 @@ class Journal(History):
             rows = connection.execute(sql.MINE, {"me": self.gateway_id}).fetchall()
             return [record_of(row) for row in rows]
 
-        records = await self._all_opened(await self._database.write(run))
+        return self._known(await self._database.write(run))
+
+    def _known(self, records: list[RequestRecord]) -> list[RequestRecord]:
+        """Nothing may fail between here and the move: what is to be read of each record is read for it alone."""
         for record in records:
-            self._live.setdefault(record.id, self._live_of(record))
+            if not record.sealed:
+                self._live.setdefault(record.id, self._live_of(record))
         return records
 
+    async def opened(self, record: RequestRecord) -> RequestRecord:
+        """A record that is mine now, with its input as it was given."""
+        if record.sealed:
+            (record,) = await self._all_opened([record])
+            self._live.setdefault(record.id, self._live_of(record))
+        return record
+
     def _live_of(self, record: RequestRecord) -> _Live:
-        seal = self._seal_of(record.tenant, record.sealed, record.id) if record.params else None
+        readable = record.params and not record.damaged
+        seal = self._seal_of(record.tenant, record.sealed, record.id) if readable else None
         return _Live(record.durability, record.epoch, record.last_seq, seal)
 
     async def take_over(self, owners: Collection[str]) -> list[RequestRecord]:
         """Make the unfinished requests of these gateways mine while it runs; only those that were theirs until now are
-        returned, oldest first, and so by one gateway only."""
+        returned, oldest first, and so by one gateway only; `opened` gives what is sealed."""
 
         def run(connection: Connection) -> list[RequestRecord]:
             found: list[RequestRecord] = []
@@ -144,10 +156,10 @@ class Journal(History):
                     found.append(record_of(connection.execute(sql.GET, {"id": request_id}).fetchone()))
             return sorted(found, key=lambda record: (record.created_us, record.id))
 
-        records = await self._all_opened(await self._database.write(run))
+        records = await self._database.write(run)
         for record in records:
-            self._live[record.id] = self._live_of(record)
-        return records
+            self._live.pop(record.id, None)  # what was known of it before it was theirs
+        return self._known(records)
 
     # --- accept, assign, requeue --------------------------------------------------------------------------------
 
@@ -426,15 +438,7 @@ class Journal(History):
 
 def _attached(connection: Connection, new: NewRequest) -> RequestRecord | None:
     """The request that kept `new` out: under the same idempotency key, or itself, written by an unclear commit."""
-    if new.idempotency_key is not None:
-        values = {"tenant": new.tenant, "idempotency_key": new.idempotency_key}
-        found = connection.execute(sql.BY_IDEMPOTENCY_KEY, values).fetchone()
-        if found is not None and found[0] != new.id:
-            if found[1] != new.body_hash:
-                raise Unprocessable(
-                    "this Idempotency-Key was used for a request with another body: use a new key for a new request",
-                    param="Idempotency-Key",
-                    code="idempotency_key_reused",
-                )
-            return record_of(connection.execute(sql.GET, {"id": found[0]}).fetchone())
-    return None
+    if new.idempotency_key is None:
+        return None
+    found = under_key(connection, new.tenant, new.idempotency_key, new.body_hash)
+    return None if found is None or found.id == new.id else found

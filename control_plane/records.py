@@ -146,6 +146,8 @@ class RequestRecord:
     prompt: bytes
     sealed: int = 0
     """Number of the tenant's key that input and log are sealed with in the database; 0: none."""
+    damaged: str = ""
+    """Why it cannot be read although it is there; empty: it can. Its input is then empty."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+import logging
 import secrets
 import time
 from dataclasses import dataclass
@@ -22,11 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from control_plane.database import Connection, Database, to_the_end
-from control_plane.errors import InvalidRequest, KeyDeleted, StorageUnavailable
+from control_plane.errors import Damaged, InvalidRequest, KeyDeleted, StorageUnavailable
 from control_plane.tenants import Keys, read_private, write_private
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+logger = logging.getLogger(__name__)
 
 KEY_BYTES: Final = 32
 _NONCE_BYTES: Final = 12
@@ -52,10 +55,7 @@ def _open(cipher: AESGCM, sealed: bytes, context: bytes) -> bytes:
     try:
         return cipher.decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], context)
     except (InvalidTag, ValueError) as error:
-        raise StorageUnavailable(
-            "something sealed does not open with its key: it was altered, or the master key is another one than when "
-            "it was written. Start with the master key of that time"
-        ) from error
+        raise Damaged("something sealed does not open with its key: its bytes were altered") from error
 
 
 class RequestSeal:
@@ -80,7 +80,10 @@ class TenantKey:
     """Counts a tenant's keys, from 1; a sealed request names the one it was sealed with."""
     created_us: int
     material: bytes | None
-    """None: deleted."""
+    """None: deleted, or damaged."""
+    damaged: bool = False
+    """Its wrapped bytes do not open, while those of others do. What it sealed cannot be read, and nothing new is
+    stored for its tenant until it gets another key: least of all in the clear."""
 
     @cached_property
     def kv_key(self) -> bytes:
@@ -136,6 +139,10 @@ def key_of(text: str, name: str) -> bytes:
     return key
 
 
+def _damaged(key: TenantKey) -> Damaged:
+    return Damaged(f"key {key.number} of tenant {key.tenant} is damaged in the database: an admin must set a new one")
+
+
 class TenantKeys:
     """All tenants' keys, held in memory; `refresh` reads what other gateways changed."""
 
@@ -165,13 +172,24 @@ class TenantKeys:
         keys: dict[tuple[str, int], TenantKey] = {}
         current: dict[str, TenantKey] = {}
         for tenant, number, created_us, wrapped in rows:
-            material = None
+            material, damaged = None, False
             if wrapped is not None and master is not None:
-                material = _open(_cipher(master), bytes(wrapped), f"{tenant}\0{number}".encode())
-            key = keys[tenant, number] = TenantKey(tenant, number, created_us, material)
+                try:
+                    material = _open(_cipher(master), bytes(wrapped), f"{tenant}\0{number}".encode())
+                except Damaged:
+                    damaged = True
+            key = keys[tenant, number] = TenantKey(tenant, number, created_us, material, damaged)
             current.pop(tenant, None)
-            if material is not None:
+            if material is not None or damaged:
                 current[tenant] = key
+        lost = [key for key in keys.values() if key.damaged]
+        if lost and not any(key.material for key in keys.values()):
+            raise StorageUnavailable(
+                "no tenant's key opens with this master key: it is another one than when they were made. Start with "
+                "the master key of that time"
+            )
+        for key in lost:
+            logger.error("event=tenant_key_damaged tenant=%s number=%d", key.tenant, key.number)
         self._keys, self._current = keys, current
 
     def current(self, tenant: str) -> TenantKey | None:
@@ -189,6 +207,8 @@ class TenantKeys:
     async def kv_access(self, tenant: str, number: int | None = None) -> KvAccess:
         """How a request finds its KV: one that was accepted under key `number` finds what was sealed with that."""
         key = self._current.get(tenant) if number is None else self._keys.get((tenant, number))
+        if key is not None and key.damaged:
+            raise _damaged(key)
         scope = await self._api_keys.kv_scope(tenant, NOT_SEALED if key is None else key.number)
         return KvAccess(scope, b"" if key is None else key.kv_key)
 
@@ -205,6 +225,8 @@ class TenantKeys:
         if number == NOT_SEALED:
             return None
         key = self._keys.get((tenant, number))
+        if key is not None and key.damaged:
+            raise _damaged(key)
         if key is None or key.material is None:
             raise KeyDeleted(f"what was stored of {request_id} was sealed with a key that has been deleted")
         return RequestSeal(key.material, number, request_id)

@@ -99,20 +99,21 @@ class Upkeep:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _once(self, name: str, work: Callable[[], Awaitable[object]]) -> None:
-        try:
-            await work()
-        except Exception:
-            logger.exception("event=upkeep_failed task=%s", name)
+        await self._try(name, work())
 
     async def _every(self, name: str, pause_s: float, work: Callable[[], Awaitable[object]]) -> None:
         while True:
             await asyncio.sleep(pause_s)
-            try:
-                await work()
-            except StokerError as error:
-                logger.warning("event=upkeep_refused task=%s error=%s", name, error)
-            except Exception:
-                logger.exception("event=upkeep_failed task=%s", name)
+            await self._try(name, work())
+
+    async def _try(self, name: str, work: Awaitable[object]) -> None:
+        """Whatever is the matter with it stops nothing else."""
+        try:
+            await work
+        except StokerError as error:
+            logger.warning("event=upkeep_refused task=%s error=%s", name, error)
+        except Exception:
+            logger.exception("event=upkeep_failed task=%s", name)
 
     async def close_unseen(self) -> None:
         """Replicas whose end nobody saw, because agent and control plane were gone at once, or nobody who kept books:
@@ -123,13 +124,13 @@ class Upkeep:
             known = context.fleet.replicas.get(status.replica_id)
             if known is None or known.state in GONE:
                 logger.info("event=close_unseen replica=%s", status.replica_id)
-                await context.ledger.close_replica(known or status)
+                await self._try("close_unseen", context.ledger.close_replica(known or status))
 
     async def _report(self) -> None:
         if not self._context.gateways.leads:
             return
         for status in self._context.fleet.living():
-            await self._context.ledger.report_replica(status)
+            await self._try("report", self._context.ledger.report_replica(status))
 
     async def _tidy(self) -> None:
         for _ in range(BATCHES):
@@ -137,13 +138,16 @@ class Upkeep:
                 break
 
     async def _sweep(self) -> None:
-        context = self._context
+        context, retention = self._context, self._context.settings.retention
         if not context.gateways.leads:
             return
+        await self._try("sweep_requests", self._sweep_requests())
+        await self._try("sweep_decisions", context.decisions.sweep(retention.decision_s))
+        await self._try("sweep_kv", context.kv_collection.sweep())
+        await self._try("sweep_drains", context.drains.sweep(retention.request_s))
+
+    async def _sweep_requests(self) -> None:
         for _ in range(BATCHES):
-            if await context.journal.sweep() == 0:
+            if await self._context.journal.sweep() == 0:
                 break
             await asyncio.sleep(MORE_S)
-        await context.decisions.sweep(context.settings.retention.decision_s)
-        await context.kv_collection.sweep()
-        await context.drains.sweep(context.settings.retention.request_s)

@@ -20,8 +20,8 @@ from typing import Final
 import msgspec
 
 from control_plane.context import AppContext
-from control_plane.errors import Elsewhere, InvalidRequest
-from control_plane.gateway.parsing import GenerationRequest, RenderOptions
+from control_plane.errors import Damaged, Elsewhere, InvalidRequest
+from control_plane.gateway.parsing import Endpoint, GenerationRequest, RenderOptions
 from control_plane.gateway.reading import Answer
 from control_plane.gateway.rendering import Head
 from control_plane.kv_desk import conversation_of, function_scope
@@ -48,6 +48,13 @@ class Params(msgspec.Struct, frozen=True, array_like=True):
 
 
 _decode_params: Final = msgspec.msgpack.Decoder(Params).decode
+
+
+def _params_of(record: RequestRecord) -> Params:
+    try:
+        return _decode_params(record.params)
+    except msgspec.MsgspecError as error:
+        raise Damaged(f"the parameters of {record.id} cannot be read: {error}") from error
 
 
 @contextmanager
@@ -152,9 +159,7 @@ async def _accept_in_room(
         durability=servable.durability,
         created_us=origin.created_us,
         idempotency_key=key,
-        body_hash=None
-        if key is None
-        else hashlib.sha256(origin.options.endpoint.value.encode() + b"\0" + body).digest(),
+        body_hash=None if key is None else hash_of(origin.options.endpoint, body),
     )
     live = LiveRequest(origin, detached)
     if key is None:
@@ -167,6 +172,11 @@ async def _accept_in_room(
         return await find(context, accepted.record)
     context.dispatcher.enter(live)
     return live, answer_of(live)
+
+
+def hash_of(endpoint: Endpoint, body: bytes) -> bytes:
+    """What a request under an idempotency key is recognised by."""
+    return hashlib.sha256(endpoint.value.encode() + b"\0" + body).digest()
 
 
 def answer_of(live: LiveRequest) -> Answer:
@@ -189,9 +199,11 @@ async def find(context: AppContext, record: RequestRecord) -> tuple[LiveRequest 
         if fresh is None or not fresh.state.ended:
             raise Elsewhere.of(record.id, record.owner if fresh is None else fresh.owner)
         record = fresh
+    if record.damaged:
+        raise Damaged(f"{record.id}: {record.damaged}")
     if not record.params:
         raise InvalidRequest(f"the log of {record.id} is no longer kept", code="log_expired")
-    params = _decode_params(record.params)
+    params = _params_of(record)
     events = await context.journal.log(record.id)
     outcome = record.outcome
     end = End(record.state, record.cached_tokens, outcome.error if outcome is not None else None)
@@ -203,7 +215,7 @@ def origin_of(
     record: RequestRecord, limits: TimeLimits, kv: KvAccess, share_prefixes: str = "tenant", price: int = 0
 ) -> Origin:
     """The origin of a request adopted from the journal."""
-    params = _decode_params(record.params)
+    params = _params_of(record)
     kv_scope = kv.scope
     if share_prefixes == "function":
         kv_scope = function_scope(kv_scope, record.function)

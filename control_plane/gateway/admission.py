@@ -13,8 +13,8 @@ from aiohttp import web
 
 from control_plane.context import AppContext
 from control_plane.errors import InvalidRequest, ModelLoading, Saturated, Unavailable
-from control_plane.gateway.acceptance import accept, new_origin, randomness
-from control_plane.gateway.parsing import GenerationRequest
+from control_plane.gateway.acceptance import accept, find, hash_of, new_origin, randomness
+from control_plane.gateway.parsing import Endpoint, GenerationRequest
 from control_plane.gateway.prompts import PromptMaker
 from control_plane.gateway.reading import Answer, EventWriter
 from control_plane.live_request import LiveRequest, Origin
@@ -59,8 +59,26 @@ def idempotency_key(request: web.Request) -> str | None:
     return key
 
 
+async def attached(
+    request: web.Request, context: AppContext, principal: ApiKey, endpoint: Endpoint, key: str | None, body: bytes
+) -> tuple[LiveRequest | None, Answer] | None:
+    """The request that was accepted under this key before: it is there, whatever is refused to new ones now (a drained
+    function, a full queue, a service that goes down). None: this one is new, and may be refused."""
+    if key is not None:
+        record = await context.journal.under_key(principal.tenant, key, hash_of(endpoint, body))
+        if record is not None:
+            live, answer = await find(context, record)
+            request["request_id"] = answer.head.request_id
+            return live, answer
+    refuse_while_draining(context)
+    return None
+
+
 async def read_body(context: AppContext, request: web.Request) -> bytes:
-    """Bodies being read share one bound, whatever each of them may have."""
+    """Bodies being read share one bound, whatever each of them may have. Nobody's is read to be refused: only one that
+    comes with an idempotency key may still be wanted while nothing new is."""
+    if "Idempotency-Key" not in request.headers:
+        refuse_while_draining(context)
     http = context.settings.http
     announced = min(request.content_length or UNKNOWN_BODY_BYTES, http.body_bytes)
     bound = max(context.settings.queue.max_bytes, http.body_bytes)

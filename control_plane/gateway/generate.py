@@ -16,10 +16,10 @@ from control_plane.gateway.access import authenticate
 from control_plane.gateway.admission import (
     Prepared,
     admit,
+    attached,
     idempotency_key,
     prepare,
     read_body,
-    refuse_while_draining,
 )
 from control_plane.gateway.parsing import Endpoint, parse_chat, parse_completion
 from control_plane.gateway.reading import STREAM_WRITER, Answer, EventWriter, first_failure, send_stream, send_whole
@@ -38,13 +38,15 @@ async def completions(request: web.Request) -> web.StreamResponse:
 async def _generate(request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
     context = request.app[CONTEXT]
     principal = authenticate(context, request)
-    refuse_while_draining(context)
     body = await read_body(context, request)
     parsed = parse_chat(body) if endpoint is Endpoint.CHAT else parse_completion(body)
     key = idempotency_key(request)
     writer = EventWriter(request, context.settings.http.heartbeat_s) if parsed.options.stream else None
     request[STREAM_WRITER] = writer
     try:
+        earlier = await attached(request, context, principal, endpoint, key, body)
+        if earlier is not None:
+            return await _answer(context, *earlier, writer)
         prepared = await prepare(request, context, principal, parsed, writer)
         return await _serve(request, context, prepared, key, body, writer)
     except Elsewhere:
@@ -67,7 +69,12 @@ async def _serve(
         if key is not None:
             raise InvalidRequest("an Idempotency-Key needs a single prompt", param="prompt")
         return await _several(request, context, prepared)
-    live, answer = await admit(request, context, prepared, key, body)
+    return await _answer(context, *await admit(request, context, prepared, key, body), writer)
+
+
+async def _answer(
+    context: AppContext, live: LiveRequest | None, answer: Answer, writer: EventWriter | None
+) -> web.StreamResponse:
     with reading(context, live):
         if writer is not None:
             return await send_stream(writer, answer, 0)

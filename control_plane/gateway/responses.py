@@ -15,9 +15,10 @@ from control_plane.context import CONTEXT, AppContext
 from control_plane.errors import Elsewhere, InvalidRequest, NotFound, StokerError
 from control_plane.gateway.acceptance import reading
 from control_plane.gateway.access import authenticate
-from control_plane.gateway.admission import admit, idempotency_key, prepare, read_body, refuse_while_draining
+from control_plane.gateway.admission import admit, attached, idempotency_key, prepare, read_body
 from control_plane.gateway.failures import failure_of
 from control_plane.gateway.internal import FORWARDED_FOR
+from control_plane.gateway.parsing import Endpoint
 from control_plane.gateway.reading import STREAM_WRITER, Answer, EventWriter, ended, send_events
 from control_plane.gateway.responses_body import InputItem, generation, parse_body
 from control_plane.gateway.responses_events import ResponseEvents
@@ -34,17 +35,19 @@ PAGE_MAX: Final = 100
 async def create(request: web.Request) -> web.StreamResponse:
     context = request.app[CONTEXT]
     principal = authenticate(context, request)
-    refuse_while_draining(context)
     body = await read_body(context, request)
     wire = parse_body(body)
-    before: tuple[InputItem, ...] = ()
-    if wire.previous_response_id is not None:
-        before = await previous(context, wire.previous_response_id, principal.tenant)
-    parsed, traits = generation(wire, before)
     key = idempotency_key(request)
-    writer = EventWriter(request, context.settings.http.heartbeat_s) if parsed.options.stream else None
+    writer = EventWriter(request, context.settings.http.heartbeat_s) if wire.stream else None
     request[STREAM_WRITER] = writer
     try:
+        earlier = await attached(request, context, principal, Endpoint.RESPONSES, key, body)
+        if earlier is not None:
+            return await _deliver(context, *earlier, writer, bool(wire.background))
+        before: tuple[InputItem, ...] = ()
+        if wire.previous_response_id is not None:
+            before = await previous(context, wire.previous_response_id, principal.tenant)
+        parsed, traits = generation(wire, before)
         prepared = await prepare(request, context, principal, parsed, writer)
         if traits.background and prepared.servable.durability == "off":
             raise InvalidRequest(
@@ -58,7 +61,13 @@ async def create(request: web.Request) -> web.StreamResponse:
         if writer is None or not writer.open:
             raise
         return await writer.fail(error)
-    if writer is None and traits.background:
+    return await _deliver(context, live, answer, writer, traits.background)
+
+
+async def _deliver(
+    context: AppContext, live: LiveRequest | None, answer: Answer, writer: EventWriter | None, background: bool
+) -> web.StreamResponse:
+    if writer is None and background:
         return _answer(_now(Found(live, answer)))
     with reading(context, live):
         if writer is None:

@@ -49,7 +49,9 @@ async def lookup(context: AppContext, response_id: str, tenant: str, *, unstored
     if _ID.match(response_id) is None:
         raise missing(response_id)
     record = await context.journal.get(response_id, tenant)
-    if record is None or (record.state.ended and (not record.params or record.durability == "off")):
+    if record is None:
+        raise missing(response_id)
+    if record.state.ended and not record.damaged and (not record.params or record.durability == "off"):
         raise missing(response_id)
     live, answer = await find(context, record)
     if not (unstored or ResponseView.of(answer).traits.store):

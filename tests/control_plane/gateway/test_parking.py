@@ -233,3 +233,59 @@ async def test_a_drain_needs_an_administrator_and_a_function(plane: Plane) -> No
         assert refused.status == 403
     async with plane.client.post("/api/v1/functions/nothing/drain", headers=plane.headers) as refused:
         assert refused.status == 404
+
+
+async def test_a_known_idempotency_key_attaches_whatever_is_refused_to_new_requests(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane.slot.behaviour.token_s = 0.01
+    await plane.deploy()
+    ended_body, running_body = body(max_tokens=3), body(max_tokens=LONG, stream=True)
+    response_body = {"model": "fn", "input": "hello", "max_output_tokens": 3}
+    async with plane.post(ended_body, Idempotency_Key="ended") as response:
+        ended = (await response.json())["id"]
+    async with plane.post(response_body, "/v1/responses", Idempotency_Key="answer") as response:
+        made = (await response.json())["id"]
+    running = (await plane.post(running_body, Idempotency_Key="running")).headers["x-request-id"]
+
+    async def attach() -> None:
+        async with plane.post(ended_body, Idempotency_Key="ended") as response:
+            assert (response.status, (await response.json())["id"]) == (200, ended)
+        async with plane.post(response_body, "/v1/responses", Idempotency_Key="answer") as response:
+            assert (response.status, (await response.json())["id"]) == (200, made)
+        again = await plane.post(running_body, Idempotency_Key="running")
+        assert (again.status, again.headers["x-request-id"]) == (200, running)
+        again.close()
+        async with plane.post(body(max_tokens=4), Idempotency_Key="ended") as response:
+            assert response.status == 422
+
+    async def refused(code: str, key: str = "new") -> None:
+        for path, new in (("/v1/completions", body()), ("/v1/responses", response_body)):
+            async with plane.post(new, path, Idempotency_Key=key) as response:
+                assert (response.status, (await response.json())["error"]["code"]) == (503, code)
+
+    await drain(plane)
+    await refused("function_drained")
+    await attach()
+    await resume(plane)
+    plane.context.draining = True
+    await refused("draining")
+    await attach()
+    plane.context.draining = False
+    monkeypatch.setattr(plane.context.dispatcher, "unusable", lambda key, identity: "a bad checkpoint")
+    await refused("model_unusable")
+    await attach()
+    monkeypatch.undo()
+    await plane.context.functions.delete("fn", "default")
+    async with plane.post(body(), Idempotency_Key="new") as response:
+        assert response.status == 404
+    async with plane.post(ended_body, Idempotency_Key="ended") as response:
+        assert (response.status, (await response.json())["id"]) == (200, ended)
+
+
+async def test_a_body_is_not_read_to_be_refused(plane: Plane) -> None:
+    await plane.deploy()
+    plane.context.draining = True
+    async with plane.post(b"no json at all") as response:
+        assert (response.status, (await response.json())["error"]["code"]) == (503, "draining")
+    plane.context.draining = False

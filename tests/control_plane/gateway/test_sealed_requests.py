@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from control_plane.errors import StorageUnavailable
+from control_plane.journal import Journal
 from control_plane.records import RequestState
 from tests.control_plane.gateway.conftest import Plane, Stream, body, text_of, until
 from tests.control_plane.gateway.fakes import token_text
@@ -114,3 +116,57 @@ async def test_deleting_the_key_deletes_what_was_stored(plane: Plane) -> None:
     assert record.outcome.error.code == "key_deleted"
     async with plane.post(body()) as response:
         assert response.status == 200
+
+
+async def alter(plane: Plane, table: str, column: str, where: str, request_id: str) -> None:
+    def run(connection: Any) -> None:
+        (known,) = connection.execute(f"SELECT {column} FROM {table} WHERE {where}", {"id": request_id}).fetchone()
+        altered = bytes(known[:-1]) + bytes([known[-1] ^ 1])
+        connection.execute(
+            f"UPDATE {table} SET {column} = :altered WHERE {where}", {"id": request_id, "altered": altered}
+        )
+
+    await plane.context.db.write(run)
+
+
+async def test_altered_bytes_end_their_own_request_with_the_reason_and_the_others_are_adopted(plane: Plane) -> None:
+    plane.slot.behaviour.token_s = 0.01
+    await plane.deploy()
+    await set_key(plane)
+    ids = [(await plane.post(body(stream=True, max_tokens=60))).headers["x-request-id"] for _ in range(4)]
+    live = plane.context.dispatcher.requests
+    await until(lambda: all(live[request_id].log.last_seq > 5 for request_id in ids))
+    await alter(plane, "request_inputs", "prompt", "request_id = :id", ids[0])
+    await alter(plane, "token_log", "payload", "id = (SELECT log_head FROM requests WHERE id = :id)", ids[1])
+    await alter(plane, "request_inputs", "params", "request_id = :id", ids[2])
+    await plane.restart()
+    for request_id in ids[:3]:
+        record = await plane.context.journal.get(request_id)
+        assert record is not None and record.state is RequestState.REFUSED
+        assert record.outcome is not None and record.outcome.error is not None
+        assert record.outcome.error.code == "stored_data_damaged"
+    async with plane.get(f"/v1/completions/{ids[3]}/stream") as again:
+        assert text_of(await Stream(again).all()) == whole(60)
+    for request_id in ids[:3]:
+        async with plane.get(f"/v1/completions/{request_id}") as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (500, "stored_data_damaged")
+
+
+async def test_an_adoption_that_the_storage_refuses_is_tried_again(plane: Plane, monkeypatch: Any) -> None:
+    plane.slot.behaviour.token_s = 0.01
+    await plane.deploy()
+    request_id = (await plane.post(body(stream=True, max_tokens=40))).headers["x-request-id"]
+    await until(lambda: plane.context.dispatcher.requests[request_id].log.last_seq > 2)
+    refusals = [StorageUnavailable("away"), RuntimeError("a fault of ours")]
+    log = Journal.log
+
+    async def away(self: Journal, *given: Any) -> Any:
+        if refusals:
+            raise refusals.pop()
+        return await log(self, *given)
+
+    monkeypatch.setattr(Journal, "log", away)
+    await plane.restart()
+    await until(lambda: request_id in plane.context.dispatcher.requests)
+    async with plane.get(f"/v1/completions/{request_id}/stream") as again:
+        assert text_of(await Stream(again).all()) == whole(40)

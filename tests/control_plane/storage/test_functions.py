@@ -162,3 +162,22 @@ async def test_a_deployment_whose_client_left_is_known_here_too(store: FunctionS
     await database.write(lambda connection: None)
     assert deploying.cancelled()
     assert store.resolve("smol", "default").revision == 1
+
+
+async def test_a_row_that_cannot_be_read_hides_no_other_function(store: FunctionStore, database: Database) -> None:
+    await store.put(spec("good"), "default")
+    await store.put(spec("newer"), "default")
+    await database.write(
+        lambda connection: (
+            connection.execute(
+                "UPDATE revisions SET spec = '{\"of\": \"a newer release\"}' WHERE function = 'newer'"
+            ).rowcount
+        )
+    )
+    await store.refresh()
+    assert {each.name for each in store.list()} == {"good", "newer"}  # as it was known
+    fresh = FunctionStore(database)
+    await fresh.refresh()
+    assert {each.name for each in fresh.list()} == {"good"}
+    await fresh.put(spec("another"), "default")
+    assert {each.name for each in fresh.list()} == {"good", "another"}

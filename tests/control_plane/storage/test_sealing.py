@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from control_plane.database import Database
-from control_plane.errors import InvalidRequest, KeyDeleted, StorageUnavailable
+from control_plane.errors import Damaged, InvalidRequest, KeyDeleted, StorageUnavailable
 from control_plane.journal import Journal
 from control_plane.sealing import MasterKey, TenantKeys, key_of
 from control_plane.tenants import Keys
@@ -47,7 +47,7 @@ async def test_what_is_sealed_opens_in_its_place_only(keys: TenantKeys) -> None:
     for attempt in (lambda: seal.open("params", sealed), lambda: other.open("prompt", sealed),
                     lambda: seal.open("prompt", sealed[:-1] + bytes([sealed[-1] ^ 1])),
                     lambda: seal.open("prompt", b"")):  # fmt: skip
-        with pytest.raises(StorageUnavailable):
+        with pytest.raises(Damaged):
             attempt()
 
 
@@ -132,8 +132,75 @@ async def test_a_key_set_through_another_gateway_is_read_before_anything_counts_
     await keys.set("default")
     new = new_request(params=b"\x81", prompt=b"\1\0\0\0")
     await former.accept(new)
-    (record,) = await heir.adopt()
+    (record,) = [await heir.opened(each) for each in await heir.adopt()]
     assert (record.sealed, record.params, record.prompt) == (1, new.params, new.prompt)
+
+
+async def test_one_record_that_does_not_open_stops_none_of_those_that_were_read_with_it(
+    keys: TenantKeys, database: Database
+) -> None:
+    await keys.set("default")
+    journal = Journal(database, "gw-1", tenant_keys=keys)
+    whole, altered = new_request(), new_request()
+    for new in (whole, altered):
+        await journal.accept(new)
+    await database.write(
+        lambda connection: (
+            connection.execute(
+                "UPDATE request_inputs SET prompt = :prompt WHERE request_id = :id",
+                {"id": altered.id, "prompt": b"x" * 40},
+            ).rowcount
+        )
+    )
+    listed = {record.id: record for record in await journal.recent(whole.function)}
+    assert (listed[whole.id].prompt, listed[whole.id].damaged) == (whole.prompt, "")
+    assert (listed[altered.id].prompt, listed[altered.id].params) == (b"", b"")
+    assert "does not open" in listed[altered.id].damaged
+    heir = Journal(database, "gw-2", tenant_keys=keys)
+    taken = {record.id: await heir.opened(record) for record in await heir.take_over(["gw-1"])}
+    assert taken[whole.id].prompt == whole.prompt
+    assert taken[altered.id].damaged
+
+
+async def test_a_row_that_cannot_be_read_stops_no_adoption(database: Database) -> None:
+    journal = Journal(database, "gw-1")
+    whole, altered = new_request(), new_request()
+    for new in (whole, altered):
+        await journal.accept(new)
+    await database.write(
+        lambda connection: (
+            connection.execute(
+                "UPDATE requests SET prefill_ends = :ends WHERE id = :id", {"id": altered.id, "ends": b"\xc1\xc1"}
+            ).rowcount
+        )
+    )
+    taken = {record.id: record for record in await Journal(database, "gw-2").take_over(["gw-1"])}
+    assert not taken[whole.id].damaged
+    assert taken[altered.id].damaged
+
+
+async def test_a_tenants_damaged_key_costs_no_other_tenant_anything(
+    keys: TenantKeys, database: Database, master: MasterKey
+) -> None:
+    await keys.set("acme")
+    await keys.set("other")
+    await database.write(
+        lambda connection: (
+            connection.execute(
+                "UPDATE tenant_keys SET wrapped = :wrapped WHERE tenant = 'acme'", {"wrapped": b"w" * 60}
+            ).rowcount
+        )
+    )
+    elsewhere = TenantKeys(database, Keys(database), master)
+    await elsewhere.refresh()
+    assert elsewhere.seal_of("other", 1, "r") is not None
+    assert elsewhere.number("acme") == 1  # nothing new of it may lie in the clear
+    with pytest.raises(Damaged, match="set a new one"):
+        elsewhere.seal_of("acme", 1, "r")
+    with pytest.raises(Damaged):
+        await elsewhere.kv_access("acme")
+    await elsewhere.set("acme")
+    assert elsewhere.seal_of("acme", 2, "r") is not None
 
 
 async def test_a_death_while_the_master_key_is_made_leaves_none_or_a_whole_one(
