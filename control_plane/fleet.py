@@ -37,6 +37,8 @@ KEEP_ENDED: Final = 200
 PEERS: Final = 4
 """Slots a checkpoint is read from at once."""
 CLOSE_RETRY_S: Final = 2.0
+ASK_AGAIN_S: Final = 2.0
+"""Pause before an end is asked for again of an agent that is heard but did not take it."""
 GONE: Final = frozenset({ReplicaState.ENDED, ReplicaState.FAILED})
 STARTING: Final = frozenset({ReplicaState.STARTING, ReplicaState.LOADING})
 
@@ -69,6 +71,10 @@ class Fleet:
         self.is_closed: Callable[[str], bool] = lambda slot_id: False
         """Whether a slot takes no new replica."""
         self._closed: set[str] = set()
+        self.given_up: set[str] = set()
+        """Living replicas that stalled: nobody waits for them, whether or not their agent can be told to end them."""
+        self._unended: dict[str, tuple[float, str]] = {}
+        """Ends that an agent out of sight was not told of, with grace and reason."""
         self._empty: set[str] = set()
         """Slots out of sight that are known to have no agent, and so no replicas."""
         self.keeps_books = True
@@ -168,12 +174,31 @@ class Fleet:
         if status is not None and slot_id is not None and status.state not in GONE:
             self.spawn(self._ask_end(slot_id, replica_id, grace_s, reason))
 
+    def give_up(self, replica_id: str, reason: str) -> None:
+        """Ends a replica that makes no progress; where its agent does not answer either, as soon as that does."""
+        status = self.replicas.get(replica_id)
+        if status is not None and status.state not in GONE:
+            self.given_up.add(replica_id)
+            self.end_replica(replica_id, 0.0, reason)
+            self.on_slot(self.slot_of[replica_id], False)
+
     async def _ask_end(self, slot_id: str, replica_id: str, grace_s: float, reason: str) -> None:
         try:
             await self._backend.end_replica(slot_id, replica_id, grace_s, reason)
         except SlotUnavailable as error:
-            # The slot's next whole state tells whether the replica is still there; the loop then decides again.
+            # Whoever asked takes the end for certain: it is asked for again when the agent is heard again.
             logger.warning("event=end_refused replica=%s error=%s", replica_id, error)
+            status = self.replicas.get(replica_id)
+            if status is None or status.state in GONE or isinstance(error, SlotRefused):
+                return
+            self._unended[replica_id] = (grace_s, reason)
+            await asyncio.sleep(ASK_AGAIN_S)
+            if slot_id in self.slots:
+                self._end_unended(slot_id)
+
+    def _end_unended(self, slot_id: str) -> None:
+        for replica_id in [known for known in self._unended if self.slot_of.get(known) == slot_id]:
+            self.end_replica(replica_id, *self._unended.pop(replica_id))
 
     async def warm(self, workers: int) -> None:
         for slot_id in list(self.slots):
@@ -227,6 +252,7 @@ class Fleet:
                     and not placeholder
                 ):
                     self._take(slot_id, gone_with_agent(status))
+            self._end_unended(slot_id)
         self.on_slot(slot_id, first)
         self._tell_waiters()
 
@@ -263,6 +289,8 @@ class Fleet:
                 status.state, status.replica_id, status.function, status.revision, error,
             )  # fmt: skip
         if status.state in GONE:
+            self.given_up.discard(status.replica_id)
+            self._unended.pop(status.replica_id, None)
             self._close(status)
         elif status.state is ReplicaState.READY and (before is None or before.state is not ReplicaState.READY):
             self.spawn(self._open(status))

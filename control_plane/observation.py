@@ -17,9 +17,12 @@ from control_plane.functions import Revision
 from control_plane.lanes import DEMAND_WINDOW_NS, FunctionKey, Lane
 from control_plane.seating import Seating
 from control_plane.serving import Serving
-from function_runtime.protocol import ReplicaState, ReplicaStatus
+from function_runtime.protocol import STALLED_AFTER_S, ReplicaState, ReplicaStatus
 
 WINDOW_S: Final = DEMAND_WINDOW_NS / 1e9
+SILENT_S: Final = STALLED_AFTER_S - 2.0
+"""A replica that was not heard for so long counts for nothing: the gateway whose requests it holds gives it up about
+now, and the one that decides may be another."""
 
 
 class Observation:
@@ -75,6 +78,8 @@ class Observation:
             seat = self._seating.seat(status.replica_id)
             if status.state is ReplicaState.DRAINING or (seat is not None and not seat.accepting):
                 phase = Phase.DRAINING
+            elif status.replica_id in self._fleet.given_up or (seat is not None and seat.link.silent_s > SILENT_S):
+                phase = Phase.DRAINING  # it may come back, but nobody is to wait for that
             elif status.state in STARTING or seat is None:
                 phase = Phase.STARTING  # ready, but not connected to yet
             else:

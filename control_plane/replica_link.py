@@ -92,6 +92,11 @@ class ReplicaLink(asyncio.Protocol):
     def replica_id(self) -> str:
         return self.welcome.replica_id if self.welcome is not None else ""
 
+    @property
+    def silent_s(self) -> float:
+        """Since it was last heard. A replica that is idle says something every second, too."""
+        return time.monotonic() - self._heard_s
+
     # --- what a gateway says ---
 
     def submit(self, work: Work) -> None:

@@ -223,7 +223,7 @@ class Seating:
 
     async def _after_loss(self, replica_id: str, reason: str) -> None:
         if "no progress" in reason:
-            self._fleet.end_replica(replica_id, 0.0, f"stalled: {reason}")
+            self._fleet.give_up(replica_id, f"stalled: {reason}")
             return
         await asyncio.sleep(DEATH_NOTICE_S)
         status = self._fleet.replicas.get(replica_id)

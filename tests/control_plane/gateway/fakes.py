@@ -274,6 +274,16 @@ class FakeSlot:
             if only in (None, reader):
                 listener.slot_state("slot-0", state)
 
+    def go_out_of_sight(self) -> None:
+        """Its agent is not heard any more, and may live."""
+        self.in_reach = False
+        for listener in list(self._listeners.values()):
+            listener.slot_lost("slot-0", "no news", agent_gone=False)
+
+    def come_back(self) -> None:
+        self.in_reach = True
+        self.tell_state()
+
     async def look(self) -> None:
         pass
 
@@ -326,6 +336,8 @@ class FakeSlot:
         self._tell(spec.replica_id, state=ReplicaState.READY, port=replica.port, token=replica.token, ready_us=now_us)
 
     async def end_replica(self, slot_id: str, replica_id: str, grace_s: float, reason: str) -> None:
+        if not self.in_reach:
+            raise SlotUnavailable("out of reach")
         self.ended.append((replica_id, reason))
         self._tell(replica_id, state=ReplicaState.DRAINING)
         self._spawn(self._drain(replica_id))

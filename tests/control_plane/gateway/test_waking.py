@@ -187,3 +187,39 @@ async def test_a_replica_that_stops_making_progress_is_ended_and_replaced(
     response = await task
     answer = await response.json()
     assert answer["choices"][0]["text"] == "".join(token_text(7, 0, position) for position in range(8))
+
+
+async def test_an_end_that_the_agent_did_not_hear_is_asked_for_again(plane: Plane) -> None:
+    await plane.deploy()
+    async with plane.post(body()) as response:
+        assert response.status == 200
+    plane.slot.go_out_of_sight()
+    async with plane.client.delete("/api/v1/functions/fn", headers=plane.headers) as response:
+        assert response.status < 300
+    await asyncio.sleep(0)
+    assert plane.slot.ended == []
+    plane.slot.come_back()
+    await until(lambda: plane.slot.ended)
+    await until(lambda: not plane.slot.living)
+
+
+async def test_a_replica_that_was_given_up_counts_for_nothing(plane: Plane) -> None:
+    """Its slot is silent, too: whoever waits gets another one as soon as there is a place for it."""
+    await plane.deploy(scaling={"max_replicas": 1})
+    async with plane.post(body()) as response:
+        assert response.status == 200
+    first = await plane.replica()
+    plane.slot.behaviour.silent = True
+    stuck = asyncio.ensure_future(plane.post(body()))
+    await until(lambda: len(first.works) == 2)
+    plane.slot.go_out_of_sight()
+    (seat,) = (seat for lane in plane.context.dispatcher.lanes for seat in lane.seats.values())
+    seat.link._lose("no progress for 20.0 s with work in flight")
+    await until(lambda: first.spec.replica_id in plane.context.fleet.given_up)
+    plane.slot.behaviour.silent = False
+    plane.slot.in_reach = True
+    plane.slot.tell_state()
+    await until(lambda: len(plane.slot.started) == 2)
+    async with await stuck as response:
+        assert (await response.json())["choices"][0]["text"] == ANSWER
+    assert [replica_id for replica_id, _ in plane.slot.ended][:1] == [first.spec.replica_id]
