@@ -152,6 +152,11 @@ class Arrival:
             position = max(ends)
         return position
 
+    @property
+    def is_lossy(self) -> bool:
+        """Taken from token 0 on without a gap, or not at all."""
+        return any(chunk.record.form != "raw" for chunk in self.chunks)
+
     def next_start(self, position: int) -> int | None:
         """Where the next chunk of the first choice begins that may be of use, after `position`."""
         starts = [

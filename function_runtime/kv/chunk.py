@@ -3,7 +3,8 @@
     magic | version | header bytes | fields | CRC32C of all before | zeros to 64 | layers, contiguous
 
 Reading checks the digest over every byte, then every field against what the reader expects, then each layer's CRC32C;
-any difference is a `KvError`. Limits: raw dtypes; the digest travels beside the chunk, not in it.
+any difference is a `KvError`. In which form the layers are (`forms`), the identity says. Limits: the digest travels
+beside the chunk, not in it.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 from function_runtime.errors import KvError
 from function_runtime.kv.checksum import crc32c
 from function_runtime.kv.fields import decode_fields, encode_fields
+from function_runtime.kv.forms import Form, chunk_nbytes, encode, form_of
 from function_runtime.kv.identity import KvIdentity, pack_tokens
 
 MAGIC: Final = b"STKKVCH1"
@@ -42,9 +45,19 @@ class ChunkHead:
     tokens: tuple[int, ...]
     """The ids at positions [start, end)."""
 
+    @cached_property
+    def form(self) -> Form:
+        return form_of(self.identity)
+
     @property
     def data_bytes(self) -> int:
-        return self.identity.layout.nbytes_per_token * (self.end - self.start)
+        """Of the layers as they are stored."""
+        return chunk_nbytes(self.form, self.identity.layout, self.end - self.start)
+
+    @property
+    def raw_bytes(self) -> int:
+        """Of the layers as the engine has them."""
+        return chunk_nbytes("raw", self.identity.layout, self.end - self.start)
 
     def fields(self) -> list[tuple[str, bytes]]:
         return [
@@ -70,10 +83,11 @@ class EncodedChunk:
 
 
 def encode_chunk(head: ChunkHead, data: memoryview) -> EncodedChunk:
-    """`data` is [layers, 2, tokens, kv_heads, head_dim], contiguous bytes."""
+    """`data` is raw [layers, 2, tokens, kv_heads, head_dim], contiguous bytes; stored in the form the head names."""
     data = data.cast("B")
-    if len(data) != head.data_bytes or len(head.tokens) != head.end - head.start:
-        raise KvError(f"{len(data)} bytes of KV for {len(head.tokens)} tokens where {head.data_bytes} were expected")
+    if len(data) != head.raw_bytes or len(head.tokens) != head.end - head.start:
+        raise KvError(f"{len(data)} bytes of KV for {len(head.tokens)} tokens where {head.raw_bytes} were expected")
+    data = encode(head.form, head.identity.layout, data)
     layers = head.identity.layout.num_layers
     layer_bytes = len(data) // layers
     crcs = [crc32c(data[i * layer_bytes : (i + 1) * layer_bytes]) for i in range(layers)]
@@ -108,7 +122,7 @@ class LayerPlace:
 
 
 def open_chunk(raw: memoryview, digest: str, expected: ChunkHead) -> memoryview:
-    """The KV of a chunk that is, byte for byte, what its digest says and of what the reader expects."""
+    """The layers of a chunk that is, byte for byte, what its digest says and of what the reader expects."""
     if hashlib.sha256(raw).hexdigest() != digest:
         raise KvError("its bytes do not have the digest that was recorded")
     places = open_header(raw, len(raw), expected)

@@ -19,6 +19,7 @@ from typing import Final, TypeAlias
 from function_runtime.errors import KvError
 from function_runtime.kv.arrival import Arrival, ArrivingChunk, ChunkState
 from function_runtime.kv.chunk import ChunkHead, LayerPlace, check_layer, header_nbytes, open_header
+from function_runtime.kv.forms import decode
 from function_runtime.kv.memory import MEMORY
 from function_runtime.kv.sealing import CLEAR, ChunkSeal
 from function_runtime.protocol import KvChunk
@@ -88,11 +89,16 @@ class _Chunk:
         self.wanted = wanted
         self.buffer = buffer
         layout = wanted.head.identity.layout
+        self._layout, self._form = layout, wanted.head.form
         self._header = header_nbytes(wanted.head)
         layer_nbytes = wanted.head.data_bytes // layout.num_layers
         self.layers = [layout.num_layers * i // pieces for i in range(pieces + 1)]
         self.edges = [0, *(self._header + layer_nbytes * layer for layer in self.layers[1:])]
-        self.arriving = ArrivingChunk(wanted.chunk, layout.num_layers, buffer[self._header :], deadline_s)
+        self._raw = buffer[self._header :]
+        """Layers as the engine takes them: where they were read to, or where they are decoded to."""
+        if self._form != "raw":
+            self._raw = MEMORY.lease(wanted.head.raw_bytes)
+        self.arriving = ArrivingChunk(wanted.chunk, layout.num_layers, self._raw, deadline_s)
         self._lock = threading.Lock()
         self._here = [False] * pieces
         self._checked = [False] * pieces
@@ -112,6 +118,7 @@ class _Chunk:
                 # All of it is here: the digest covers what the layers' checksums would say, at a third of the cost.
                 self._hash.update(self.buffer)
                 self._check_digest()
+                self._decode(0)
                 arrival.has_layers(self.arriving, 0, self.layers[1])
                 arrival.is_sound(self.arriving)
                 return
@@ -119,6 +126,7 @@ class _Chunk:
                 if is_here and not self._checked[index]:
                     for layer in range(self.layers[index], self.layers[index + 1]):
                         check_layer(self.buffer, self._places, layer)
+                    self._decode(index)
                     self._checked[index] = True
                     arrival.has_layers(self.arriving, self.layers[index], self.layers[index + 1])
             while self._hashed < len(self._here) and self._checked[self._hashed]:
@@ -127,6 +135,16 @@ class _Chunk:
             if self._hashed == len(self._here):
                 self._check_digest()
                 arrival.is_sound(self.arriving)
+
+    def _decode(self, piece: int) -> None:
+        """The layers of a piece that were checked, for the engine."""
+        if self._form == "raw":
+            return
+        layers, (first, last) = self._layout.num_layers, self.layers[piece : piece + 2]
+        stored, raw = self.wanted.head.data_bytes // layers, self.wanted.head.raw_bytes // layers
+        data = self.buffer[self._header + first * stored : self._header + last * stored]
+        tokens = self.wanted.chunk.end - self.wanted.chunk.start
+        self._raw[first * raw : last * raw] = decode(self._form, self._layout, tokens, data)
 
     def _check_digest(self) -> None:
         if self._hash.hexdigest() != self.wanted.chunk.digest:

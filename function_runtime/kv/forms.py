@@ -3,15 +3,16 @@
     fp8   e4m3 of value / scale; one float32 scale per layer, keys or values, and head (of the chunk's tokens)
     int4  (value - zero) / scale, 0 to 15; float16 scale and zero per `int4_group` neighbouring values of a head
 
-Both are layer-major as the raw form is, data and scales apart, so that a layer can be decoded by itself. What a form
-is (bits, groups, how scales are chosen) is named in the identity: no chunk of one form is taken for another, nor for
-raw. Limits: numpy only; values that are no numbers, or beyond float16 for int4, are refused: such KV stays raw.
+Both are layer-major as the raw form is, each layer its data and then its scales, so that a layer is read, checked and
+decoded by itself. What a form is (bits, groups, how scales are chosen) is named in the identity: no chunk of one form
+is taken for another, nor for raw. Limits: numpy only; values that are no numbers, or beyond float16 for int4, are
+refused: such KV is not kept.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Final, Literal, TypeAlias
 
@@ -26,6 +27,7 @@ Form: TypeAlias = Literal["raw", "fp8", "int4"]
 FORMS: Final[tuple[Form, ...]] = ("raw", "fp8", "int4")
 Floats: TypeAlias = NDArray[np.float32]
 Bytes: TypeAlias = NDArray[np.uint8]
+Halves: TypeAlias = NDArray[np.float16]
 
 FP8_MAX: Final = 448.0
 _INT4_GROUP: Final = 64
@@ -33,14 +35,7 @@ _INT4_TOP: Final = 15
 _SMALLEST_NORMAL: Final = np.float32(2.0**-6)
 _SUBNORMAL_STEPS: Final = np.float32(2.0**9)
 _HALF_MAX: Final = 65504.0
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """`data` and `scales`, each layer after layer; `scales` is empty for raw."""
-
-    data: memoryview
-    scales: memoryview
+_BESIDE: Final = "raw-beside/"
 
 
 def known_form(name: str) -> Form:
@@ -49,9 +44,28 @@ def known_form(name: str) -> Form:
     return name
 
 
+def form_of(identity: KvIdentity) -> Form:
+    """In which form chunks of this identity are stored."""
+    for form in FORMS[1:]:
+        if identity.scales == scales_name(form, identity.layout):
+            return form
+    return "raw"
+
+
 def identity_of(form: Form, raw: KvIdentity) -> KvIdentity:
     """The identity of chunks in this form; `raw` is that of the engine's own KV."""
     return replace(raw, scales=scales_name(form, raw.layout))
+
+
+def flight_identity(form: Form, raw: KvIdentity) -> KvIdentity:
+    """The identity of raw chunks in flight where prefixes are kept in `form`: what was computed after a lossy prefix is
+    another KV than what the tokens alone give, and must never be taken for it."""
+    return raw if form == "raw" else replace(raw, scales=_BESIDE + scales_name(form, raw.layout))
+
+
+def is_of_one_request(scales: str) -> bool:
+    """Whether an identity's `scales` say that its chunks are in flight beside lossy prefixes, and nobody else's."""
+    return scales.startswith(_BESIDE)
 
 
 def scales_name(form: Form, layout: KvLayout) -> str:
@@ -85,32 +99,36 @@ def chunk_nbytes(form: Form, layout: KvLayout, tokens: int) -> int:
     return layout.num_layers * sum(layer_nbytes(form, layout, tokens))
 
 
-def encode(form: Form, layout: KvLayout, data: memoryview) -> Encoded:
-    """From raw KV `[layers, 2, tokens, kv_heads, head_dim]`."""
+def encode(form: Form, layout: KvLayout, data: memoryview) -> memoryview:
+    """Layers in this form, one after another, from raw KV `[layers, 2, tokens, kv_heads, head_dim]`."""
     data = data.cast("B")
     if form == "raw":
-        return Encoded(data, memoryview(b""))
+        return data
     values = _to_floats(data, layout)
     if not np.isfinite(values).all():
         raise KvError(f"KV that is not finite cannot be stored as {form}")
-    return _encode_fp8(values) if form == "fp8" else _encode_int4(values, int4_group(layout))
+    codes, scales = _encode_fp8(values) if form == "fp8" else _encode_int4(values, int4_group(layout))
+    layers = (codes.reshape(layout.num_layers, -1), scales.reshape(layout.num_layers, -1).view(np.uint8))
+    return np.concatenate(layers, axis=1).reshape(-1).data.cast("B")
 
 
-def decode(form: Form, layout: KvLayout, tokens: int, data: memoryview, scales: memoryview) -> memoryview:
+def decode(form: Form, layout: KvLayout, tokens: int, data: memoryview) -> memoryview:
     """Raw KV in the layout's dtype, of as many whole layers as are given."""
-    data, scales = data.cast("B"), scales.cast("B")
-    per_layer, scales_per_layer = layer_nbytes(form, layout, tokens)
-    layers, rest = divmod(len(data), per_layer)
-    if rest or not layers or len(scales) != layers * scales_per_layer:
-        raise KvError(f"{len(data)} bytes of {form} and {len(scales)} of scales are no layers of {tokens} tokens")
+    data = data.cast("B")
+    values_nbytes, scales_nbytes = layer_nbytes(form, layout, tokens)
+    layers, rest = divmod(len(data), values_nbytes + scales_nbytes)
+    if rest or not layers:
+        raise KvError(f"{len(data)} bytes of {form} are no layers of {tokens} tokens")
     if form == "raw":
         return data
+    rows = np.frombuffer(data, np.uint8).reshape(layers, values_nbytes + scales_nbytes)
+    codes, scales = rows[:, :values_nbytes], np.ascontiguousarray(rows[:, values_nbytes:])
     shape = (layers, 2, tokens, layout.kv_heads, layout.head_dim)
-    if form == "fp8":
-        factors = np.frombuffer(scales, np.float32).reshape(layers, 2, 1, layout.kv_heads, 1)
-        values = _e4m3_values()[np.frombuffer(data, np.uint8)].reshape(shape) * factors
-    else:
-        values = _decode_int4(data, scales, shape, int4_group(layout))
+    with np.errstate(all="ignore"):
+        if form == "fp8":
+            values = _decode_fp8(codes, scales.view(np.float32), shape)
+        else:
+            values = _decode_int4(codes, scales.view(np.float16), shape, int4_group(layout))
     if not np.isfinite(values).all():
         raise KvError(f"{form} decodes to what is no number")
     return _from_floats(values, layout)
@@ -119,13 +137,17 @@ def decode(form: Form, layout: KvLayout, tokens: int, data: memoryview, scales: 
 # --- fp8 ---------------------------------------------------------------------------------------------------------
 
 
-def _encode_fp8(values: Floats) -> Encoded:
+def _encode_fp8(values: Floats) -> tuple[Bytes, Floats]:
     largest = np.abs(values).max(axis=(2, 4), keepdims=True)
     scales = np.where(largest > 0, largest / np.float32(FP8_MAX), np.float32(1)).astype(np.float32)
     # A scale that rounds to zero (subnormal KV) would divide by it.
     scales = np.maximum(scales, np.finfo(np.float32).tiny)
-    codes = _to_e4m3(values / scales)
-    return Encoded(codes.data.cast("B"), scales.data.cast("B"))
+    return _to_e4m3(values / scales), scales
+
+
+def _decode_fp8(codes: Bytes, scales: Floats, shape: tuple[int, ...]) -> Floats:
+    factors = scales.reshape(shape[0], 2, 1, shape[3], 1)
+    return _e4m3_values()[codes].reshape(shape) * factors
 
 
 def _to_e4m3(values: Floats) -> Bytes:
@@ -153,7 +175,7 @@ def _e4m3_values() -> Floats:
 # --- int4 --------------------------------------------------------------------------------------------------------
 
 
-def _encode_int4(values: Floats, group: int) -> Encoded:
+def _encode_int4(values: Floats, group: int) -> tuple[Bytes, Halves]:
     if values.shape[-1] % 2:
         raise KvError(f"a head of {values.shape[-1]} values cannot be stored as int4")
     if np.abs(values).max(initial=0.0) > _HALF_MAX:
@@ -172,16 +194,15 @@ def _encode_int4(values: Floats, group: int) -> Encoded:
     codes = np.clip(np.rint((grouped - zero.astype(np.float32)) / step), 0, _INT4_TOP).astype(np.uint8)
     flat = codes.reshape(values.shape)
     packed = flat[..., 0::2] | (flat[..., 1::2] << 4)
-    scales = np.concatenate((scale, zero), axis=-1)
-    return Encoded(np.ascontiguousarray(packed).data.cast("B"), np.ascontiguousarray(scales).data.cast("B"))
+    return np.ascontiguousarray(packed), np.concatenate((scale, zero), axis=-1)
 
 
-def _decode_int4(data: memoryview, scales: memoryview, shape: tuple[int, ...], group: int) -> Floats:
-    packed = np.frombuffer(data, np.uint8).reshape(*shape[:-1], shape[-1] // 2)
+def _decode_int4(codes_of_two: Bytes, scales: Halves, shape: tuple[int, ...], group: int) -> Floats:
+    packed = codes_of_two.reshape(*shape[:-1], shape[-1] // 2)
     codes = np.empty(shape, np.float32)
     codes[..., 0::2], codes[..., 1::2] = packed & 15, packed >> 4
     grouped = codes.reshape(*shape[:-1], -1, group)
-    pairs = np.frombuffer(scales, np.float16).astype(np.float32).reshape(*grouped.shape[:-1], 2)
+    pairs = scales.astype(np.float32).reshape(*grouped.shape[:-1], 2)
     return (grouped * pairs[..., :1] + pairs[..., 1:]).reshape(shape)
 
 

@@ -55,6 +55,8 @@ class Known:
     layers: int = 1
     """Stages in which a pass can follow the layers of its chunks; 1: it waits for all of them."""
     pass_tokens: int = 512
+    from_start: bool = False
+    """What is computed in front would not be what lies behind it (a lossy prefix): loaded from token 0 on, or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ def plan(known: Known, candidates: Sequence[Candidate], speeds: Speeds) -> Plan:
         return Plan(0, 0, 1, (), 0, recompute_s, recompute_s, recompute_s, "no stored KV is of use")
     table = _Table(known, usable, speeds, cost)
     must = _must_begin_at_0(known, usable)
-    first, last, pieces, predicted_s = table.best(must)
+    first, last, pieces, predicted_s = table.best(must or known.from_start)
     load_s = float(min(table.from_front(pieces)[-1] for pieces in table.pieces)) if usable[0].start == 0 else np.inf
     if predicted_s == np.inf or (predicted_s >= recompute_s and not must):
         decisions = tuple(Decision(c.start, c.end, False, 0.0) for c in usable)

@@ -17,6 +17,7 @@ from function_runtime.errors import KvError
 from function_runtime.kv.arrival import Arrival, ArrivingChunk, ChunkState
 from function_runtime.kv.chunk import ChunkHead
 from function_runtime.kv.fetch import Fetch, Wanted, spans
+from function_runtime.kv.forms import flight_identity, identity_of, known_form
 from function_runtime.kv.identity import Chain, KvIdentity
 from function_runtime.kv.plan import Candidate, Known, Plan, plan
 from function_runtime.kv.sealing import ChunkSeal
@@ -64,6 +65,7 @@ class Reading:
         self.work = work
         self.outcome = Restoration(None)
         self._usable = _candidates(work, identity, self.outcome)
+        self._is_lossy = any(w.head.form != "raw" for w in self._usable)
         prompt = len(work.prompt)
         self._paths = [_path(self._usable, choice, prompt) for choice in range(work.sampling.n)]
         if not (self._paths[0] and self._paths[0][0].chunk.start == 0) and not self.outcome.misses:
@@ -86,6 +88,7 @@ class Reading:
             fast=work.fast and bool(work.produced),
             layers=engine.layers,
             pass_tokens=engine.pass_tokens,
+            from_start=self._is_lossy,
         )
         first = self._paths[0]
         begins = {span.wanted[0].place for span in spans(first)}
@@ -181,17 +184,27 @@ def _runs(arrival: Arrival, choice: int, length: int) -> tuple[KvRun, ...]:
     return tuple(KvRun(tokens=c.end - c.start, data=c.data) for c in reversed(found))
 
 
-def _candidates(work: Work, identity: KvIdentity, outcome: Restoration) -> list[Wanted]:
+def _candidates(work: Work, raw: KvIdentity, outcome: Restoration) -> list[Wanted]:
     """The chunks whose records do not already say that they are of something else."""
     known = sequences(work)
-    chains = [Chain(identity, work.kv_scope) for _ in known]
+    chains: dict[tuple[int, str], Chain] = {}
     found: list[Wanted] = []
     for chunk in work.kv:
         where = f"[{chunk.start}, {chunk.end}) of choice {chunk.choice}"
         if not 0 <= chunk.choice < len(known) or not 0 <= chunk.start < chunk.end <= len(known[chunk.choice]):
             outcome.misses.append(f"{where} lies beyond the known tokens")
             continue
-        tokens, chain = known[chunk.choice], chains[chunk.choice]
+        key = (chunk.choice, chunk.form)
+        if key not in chains:
+            try:
+                chains[key] = Chain(_identity(work, chunk, raw), work.kv_scope)
+            except KvError as error:
+                outcome.misses.append(f"{where}: {error}")
+                continue
+        tokens, chain, identity = known[chunk.choice], chains[key], chains[key].identity
+        if chunk.form != "raw" and chunk.end >= len(work.prompt):
+            # The last token is always computed, and what is taken of a lossy chunk is all of it.
+            continue
         head = ChunkHead(
             identity=identity,
             scope=work.kv_scope,
@@ -213,6 +226,17 @@ def _candidates(work: Work, identity: KvIdentity, outcome: Restoration) -> list[
             continue
         found.append(wanted)
     return found
+
+
+def _identity(work: Work, chunk: KvChunk, raw: KvIdentity) -> KvIdentity:
+    """Of the chunks a record may name for this request: raw ones that are its own, or prefixes in its function's form.
+    Raises `KvError` for others."""
+    own, form = known_form(work.prefix_form), known_form(chunk.form)
+    if form == "raw":
+        return flight_identity(own, raw)
+    if form != own or chunk.choice or work.prefill_ends:
+        raise KvError(f"it is stored as {form}, which this request did not begin on")
+    return identity_of(form, raw)
 
 
 def _path(candidates: Sequence[Wanted], choice: int, prompt_tokens: int) -> list[Wanted]:

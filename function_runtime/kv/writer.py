@@ -18,7 +18,7 @@ from typing import Final, TypeAlias
 
 from function_runtime.errors import KvError
 from function_runtime.kv.bandwidth import Bandwidth
-from function_runtime.kv.chunk import ChunkHead, encode_chunk
+from function_runtime.kv.chunk import ChunkHead, EncodedChunk, encode_chunk
 from function_runtime.kv.pack import MAX_CHUNKS, build_pack
 from function_runtime.kv.sealing import CLEAR, ChunkSeal
 from function_runtime.protocol import KvChunk
@@ -48,6 +48,10 @@ class Pending:
     """What the scope's chunks are sealed with at rest; the same for everything of a scope."""
     queued_s: float = field(default_factory=time.monotonic)
 
+    @property
+    def kind(self) -> tuple[str, str]:
+        return self.head.scope, self.head.form
+
 
 @dataclass(slots=True)
 class WriterCounts:
@@ -59,7 +63,9 @@ class WriterCounts:
     failures: int = 0
     """Writes that the store refused."""
     cpu_us: int = 0
-    """CPU time of the writer's thread: hashing, checksums, handing bytes to the store."""
+    """CPU time of the writer's thread: quantising, hashing, checksums, handing bytes to the store."""
+    unfit_chunks: int = 0
+    """Chunks whose values the form they were to be kept in cannot hold."""
 
 
 Told: TypeAlias = Sequence[tuple[Hashable, tuple[KvChunk, ...]]]
@@ -188,7 +194,8 @@ class KvWriter:
         self._tell([(owner, ()) for owner in owners], str(error))
 
     def _next_batch(self) -> list[Pending]:
-        """Entries of one scope for one pack, once they are due. Empty when closed and nothing is left."""
+        """Entries of one scope and form for one pack, once they are due: what is kept does not share a pack with what
+        will be deleted. Empty when closed and nothing is left."""
         with self._condition:
             while True:
                 if not self._queue:
@@ -204,12 +211,12 @@ class KvWriter:
                 if wait_s <= 0:
                     break
                 self._condition.wait(wait_s)
-            scope, size = self._queue[0].head.scope, 0
+            kind, size = self._queue[0].kind, 0
             batch: list[Pending] = []
             rest: deque[Pending] = deque()
             for pending in self._queue:
                 fits = not batch or size + len(pending.data) <= MAX_PACK_BYTES
-                if pending.head.scope == scope and fits and len(batch) < MAX_CHUNKS:
+                if pending.kind == kind and fits and len(batch) < MAX_CHUNKS:
                     batch.append(pending)
                     size += len(pending.data)
                 else:
@@ -220,11 +227,10 @@ class KvWriter:
 
     def _store(self, store: ObjectStore, batch: list[Pending]) -> int:
         """Bytes written."""
-        wanted = [pending for pending in batch if pending.is_wanted()]
+        wanted, encoded = self._encode([pending for pending in batch if pending.is_wanted()])
         if not wanted:
             return 0
-        chunks_of = [(pending.head.chain, encode_chunk(pending.head, pending.data)) for pending in wanted]
-        pack = build_pack(chunks_of)
+        pack = build_pack([(p.head.chain, chunk) for p, chunk in zip(wanted, encoded, strict=True)])
         header, *chunk_parts = pack.parts
         sealed = wanted[0].seal.apply_parts(pack.key, len(header), chunk_parts)
         nbytes = store.put(pack.key, header, *sealed, durable=self._durable)
@@ -243,7 +249,23 @@ class KvWriter:
                 digest=entry.digest,
                 chain=pending.head.chain.hex(),
                 parent=pending.head.parent.hex(),
+                form=pending.head.form,
             )
             chunks.setdefault(pending.owner, []).append(chunk)
         self._tell([(owner, tuple(stored)) for owner, stored in chunks.items()], "")
         return nbytes
+
+    def _encode(self, batch: list[Pending]) -> tuple[list[Pending], list[EncodedChunk]]:
+        """A chunk whose values its form cannot hold is dropped alone; nothing is wrong with the store."""
+        wanted: list[Pending] = []
+        encoded: list[EncodedChunk] = []
+        for pending in batch:
+            try:
+                chunk = encode_chunk(pending.head, pending.data)
+            except KvError as error:
+                self.counts.unfit_chunks += 1
+                self._tell([(pending.owner, ())], str(error))
+                continue
+            wanted.append(pending)
+            encoded.append(chunk)
+        return wanted, encoded

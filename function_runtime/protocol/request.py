@@ -143,6 +143,8 @@ class Work(Value, frozen=True):
     """A resume may recompute in whatever schedule is quickest; otherwise in the original one (exact)."""
     share_prefix: bool = True
     """Stored prefixes of the same scope may be used, and this request's prompt may become one."""
+    prefix_form: str = "raw"
+    """The form of stored prefixes that this request may use, and in which its own are kept (raw, fp8, int4)."""
     reuse: Reuse = Reuse()
     kv_key: bytes = b""
     """Key (AES-256) the request's KV is sealed with at rest; empty: not sealed. Held in memory only."""

@@ -13,7 +13,17 @@ from hypothesis import strategies as st
 from function_runtime.engine_like import KvLayout
 from function_runtime.errors import KvError
 from function_runtime.kv import forms
-from function_runtime.kv.forms import FORMS, Form, chunk_nbytes, decode, encode, identity_of, int4_group, layer_nbytes
+from function_runtime.kv.forms import (
+    FORMS,
+    Form,
+    chunk_nbytes,
+    decode,
+    encode,
+    form_of,
+    identity_of,
+    int4_group,
+    layer_nbytes,
+)
 from tests.function_runtime.kv.test_chunks import IDENTITY
 
 LAYOUT = KvLayout(num_layers=3, kv_heads=2, head_dim=32, dtype="float32", block_size=16)
@@ -34,8 +44,7 @@ def raw(values: torch.Tensor) -> memoryview:
 
 
 def again(form: Form, values: torch.Tensor, layout: KvLayout) -> torch.Tensor:
-    encoded = encode(form, layout, raw(values))
-    found = decode(form, layout, values.shape[2], encoded.data, encoded.scales)
+    found = decode(form, layout, values.shape[2], encode(form, layout, raw(values)))
     return torch.frombuffer(bytearray(found), dtype=values.dtype).view(values.shape)
 
 
@@ -95,14 +104,12 @@ def test_a_constant_comes_back(form: Form, value: float) -> None:
 def test_a_layer_is_decoded_by_itself(form: Form) -> None:
     values = kv()
     encoded = encode(form, LAYOUT, raw(values))
-    data, scales = layer_nbytes(form, LAYOUT, TOKENS)
-    assert len(encoded.data) + len(encoded.scales) == chunk_nbytes(form, LAYOUT, TOKENS)
-    whole = bytes(decode(form, LAYOUT, TOKENS, encoded.data, encoded.scales))
+    stored = sum(layer_nbytes(form, LAYOUT, TOKENS))
+    assert len(encoded) == chunk_nbytes(form, LAYOUT, TOKENS) == LAYOUT.num_layers * stored
+    whole = bytes(decode(form, LAYOUT, TOKENS, encoded))
     size = len(whole) // LAYOUT.num_layers
     for layer in range(LAYOUT.num_layers):
-        one = decode(
-            form, LAYOUT, TOKENS, encoded.data[layer * data :][:data], encoded.scales[layer * scales :][:scales]
-        )
+        one = decode(form, LAYOUT, TOKENS, encoded[layer * stored :][:stored])
         assert bytes(one) == whole[layer * size :][:size]
 
 
@@ -116,6 +123,7 @@ def test_lossy_forms_are_smaller() -> None:
 def test_every_form_has_an_identity_of_its_own() -> None:
     digests = {identity_of(form, IDENTITY).digest for form in FORMS}
     assert len(digests) == len(FORMS) and identity_of("raw", IDENTITY).digest == IDENTITY.digest
+    assert [form_of(identity_of(form, IDENTITY)) for form in FORMS] == list(FORMS)
 
 
 @pytest.mark.parametrize("form", ["fp8", "int4"])
@@ -138,9 +146,9 @@ def test_int4_refuses_what_float16_cannot_hold() -> None:
 def test_bytes_of_another_length_are_refused(form: Form) -> None:
     encoded = encode(form, LAYOUT, raw(kv()))
     with pytest.raises(KvError):
-        decode(form, LAYOUT, TOKENS, encoded.data[:-1], encoded.scales)
+        decode(form, LAYOUT, TOKENS, encoded[:-1])
     with pytest.raises(KvError):
-        decode(form, LAYOUT, TOKENS + 1, encoded.data, encoded.scales)
+        decode(form, LAYOUT, TOKENS + 1, encoded)
 
 
 def test_an_unknown_form_is_refused() -> None:
