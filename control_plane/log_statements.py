@@ -28,24 +28,32 @@ class LogStatements:
 
 NEXT_LOG_ID: Final = "SELECT COALESCE(MAX(id), 0) + 1 FROM token_log"
 
+_FENCED: Final = {"id": 0, "epoch": 1, "first": 2, "last": 3}
+_PAYLOAD: Final = {"place": 4, "nbytes": 5}
+_TOLD: Final = {"prefill_us": 6, "decode_us": 7, "cached": 8, "at_us": 9, "ends_place": 10, "ends_nbytes": 11}
+
+
+def _given(fields: dict[str, int]) -> str:
+    """Each field is taken out of its row once: named again and again it is a fifth of the statement's time."""
+    taken = ", ".join(f"value ->> {place} AS {name}" for name, place in fields.items())
+    return f"(WITH t AS MATERIALIZED (SELECT key, {taken} FROM json_each(:rows)) SELECT * FROM t)"
+
+
 _SQLITE_FENCE: Final = """
-    r.id = j.value ->> 0 AND r.owner = :me AND r.epoch = j.value ->> 1 AND r.state = 'running'
-    AND r.last_seq = j.value ->> 2 - 1"""
+    r.id = g.id AND r.owner = :me AND r.epoch = g.epoch AND r.state = 'running' AND r.last_seq = g.first - 1"""
 
 SQLITE_LOG: Final = LogStatements(
     append=(
         f"""
 INSERT INTO token_log (id, previous, first_seq, last_seq, epoch, payload)
-SELECT :base + j.key, r.log_head, j.value ->> 2, j.value ->> 3, r.epoch,
-    substr(:payloads, j.value ->> 4, j.value ->> 5)
-FROM json_each(:rows) j CROSS JOIN requests r WHERE {_SQLITE_FENCE}""",
+SELECT :base + g.key, r.log_head, g.first, g.last, r.epoch, substr(:payloads, g.place, g.nbytes)
+FROM {_given({**_FENCED, **_PAYLOAD})} g CROSS JOIN requests r WHERE {_SQLITE_FENCE}""",
         f"""
-UPDATE requests AS r SET last_seq = j.value ->> 3, log_head = :base + j.key,
-    log_tail = COALESCE(r.log_tail, :base + j.key), prefill_us = j.value ->> 6, decode_us = j.value ->> 7,
-    cached_tokens = COALESCE(j.value ->> 8, r.cached_tokens),
-    first_token_us = COALESCE(j.value ->> 9, r.first_token_us),
-    prefill_ends = COALESCE(substr(:payloads, j.value ->> 10, j.value ->> 11), r.prefill_ends)
-FROM json_each(:rows) j WHERE {_SQLITE_FENCE}""",
+UPDATE requests AS r SET last_seq = g.last, log_head = :base + g.key, log_tail = COALESCE(r.log_tail, :base + g.key),
+    prefill_us = g.prefill_us, decode_us = g.decode_us, cached_tokens = COALESCE(g.cached, r.cached_tokens),
+    first_token_us = COALESCE(g.at_us, r.first_token_us),
+    prefill_ends = COALESCE(substr(:payloads, g.ends_place, g.ends_nbytes), r.prefill_ends)
+FROM {_given({**_FENCED, **_TOLD})} g WHERE {_SQLITE_FENCE}""",
     ),
     have="""
 SELECT j.key FROM json_each(:rows) j CROSS JOIN requests r
