@@ -19,10 +19,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from control_plane.errors import InvalidRequest
 from function_runtime.protocol import EngineOptions
+from model_loader.pickles import conversion, is_pickle
 
 NAME_PATTERN: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")
 _MODEL_PATTERN: Final = re.compile(r"(pypi|file|hf)://\S+")
-_PICKLES: Final = (".bin", ".pt", ".ckpt", ".pth", ".pkl")
 _ENV_PATTERN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 _SECRET_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 _RESERVED_ENV: Final = ("STOKER_", "LD_", "PYTHON")
@@ -186,8 +186,10 @@ class FunctionSpec(_Part):
             )
         if model.startswith("file://") and not model.startswith("file:///"):
             raise ValueError("needs an absolute path: file:///PATH")
-        if model.lower().endswith(_PICKLES):
-            raise ValueError("is a pickle, which can run code when it is read: use safetensors or GGUF")
+        if is_pickle(model):
+            raise ValueError(
+                "is a pickle, which can run code when it is read: convert it where you trust it: " + conversion(model)
+            )
         return model
 
     @field_validator("aliases")

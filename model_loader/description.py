@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from model_loader.errors import FormatError
+from model_loader.errors import FormatError, shown
 from model_loader.manifest import ModelConfig, SourceFile, TensorEntry
 
 
@@ -38,5 +38,5 @@ def reading(what: str) -> Iterator[None]:
     """A checkpoint is somebody else's document: a value of a kind nobody expected is malformed, and no crash."""
     try:
         yield
-    except (TypeError, KeyError, ValueError, AttributeError, IndexError, OverflowError) as error:
-        raise FormatError(f"{what} is malformed: {error!r}") from error
+    except (TypeError, LookupError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise FormatError(f"{what} is malformed: {type(error).__name__}: {shown(str(error))}") from error

@@ -11,46 +11,53 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from model_loader.confined import is_there, read_confined
 from model_loader.description import Description, reading
-from model_loader.errors import FormatError, SourceMissing, SourceRefused
+from model_loader.errors import FormatError, SourceMissing, shown
+from model_loader.json_text import parse_json
 from model_loader.llama_config import config_from_hugging_face
 from model_loader.llama_layout import check_tensors
 from model_loader.manifest import TOKENIZER_NAME, SourceFile
-from model_loader.safetensors_format import INDEX_NAME, find_files, read_safetensors
+from model_loader.safetensors_format import INDEX_NAME, Ensure, find_files, read_safetensors
 
-_MAX_JSON_BYTES: Final = 256 * 1024 * 1024
-_PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+TEMPLATE_NAME: Final = "chat_template.jinja"
+_MAX_SETTINGS_BYTES: Final = 16 * 1024 * 1024
+_MAX_SETTINGS_VALUES: Final = 1_000_000
+_MAX_TOKENIZER_BYTES: Final = 128 * 1024 * 1024
+_MAX_TOKENIZER_VALUES: Final = 8_000_000
+_MAX_TEMPLATE_BYTES: Final = 4 * 1024 * 1024
 
 
-def describe_directory(root: Path) -> Description:
+def describe_directory(root: Path, ensure: Ensure | None = None) -> Description:
+    """`ensure` is asked for the beginnings of the safetensors files as they are needed."""
     with reading(str(root)):
-        return _describe(root)
+        return _describe(root, ensure)
 
 
-def _describe(root: Path) -> Description:
+def _describe(root: Path, ensure: Ensure | None) -> Description:
     read: list[SourceFile] = []
 
     def optional(name: str) -> dict[str, Any]:
-        path = root / name
-        if not path.exists():
+        if not is_there(root, name):
             return {}
-        read.append(SourceFile.of(path))
-        return _read_json(path)
+        read.append(SourceFile.of(root / name))
+        raw = read_confined(root, name, _MAX_SETTINGS_BYTES)
+        return parse_json(raw, str(root / name), max_values=_MAX_SETTINGS_VALUES)
 
-    if not (root / "config.json").exists():
+    if not is_there(root, "config.json"):
         raise SourceMissing(f"{root} is no model directory: it has no config.json")
-    _refuse_pickles(root)
     document = optional("config.json")
     config = config_from_hugging_face(document, str(root / "config.json"))
-    if (root / INDEX_NAME).exists():
+    if is_there(root, INDEX_NAME):
         read.append(SourceFile.of(root / INDEX_NAME))
     files = find_files(root)
     read += [SourceFile.of(path) for path in files]
-    entries = read_safetensors(root, files)
-    if not (root / TOKENIZER_NAME).exists():
+    entries = read_safetensors(root, files, ensure)
+    if not is_there(root, TOKENIZER_NAME):
         raise SourceMissing(f"{root} has no tokenizer.json; save the tokenizer with transformers to make one")
-    tokenizer_document = optional(TOKENIZER_NAME)
-    tokenizer = (root / TOKENIZER_NAME).read_bytes()
+    read.append(SourceFile.of(root / TOKENIZER_NAME))
+    tokenizer = read_confined(root, TOKENIZER_NAME, _MAX_TOKENIZER_BYTES)
+    tokenizer_document = parse_json(tokenizer, str(root / TOKENIZER_NAME), max_values=_MAX_TOKENIZER_VALUES)
     settings, generation = optional("tokenizer_config.json"), optional("generation_config.json")
     template = _chat_template(root, settings, read)
     vocabulary = _vocabulary(tokenizer_document)
@@ -78,34 +85,12 @@ def _describe(root: Path) -> Description:
     )
 
 
-def _refuse_pickles(root: Path) -> None:
-    if any(root.glob("*.safetensors")):
-        return
-    for pattern in _PICKLES:
-        for path in root.glob(pattern):
-            raise SourceRefused(f"{path} is a pickle, which can run code; convert it to safetensors")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise FormatError(f"{path} has {path.stat().st_size} bytes, over {_MAX_JSON_BYTES}")
-        document = json.loads(path.read_bytes())
-    except OSError as error:
-        raise SourceMissing(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is no JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise FormatError(f"{path} is no JSON object")
-    return document
-
-
 def _chat_template(root: Path, settings: Mapping[str, Any], read: list[SourceFile]) -> str | None:
-    path = root / "chat_template.jinja"
-    if path.exists():
+    path = root / TEMPLATE_NAME
+    if is_there(root, TEMPLATE_NAME):
         read.append(SourceFile.of(path))
         try:
-            return path.read_text("utf-8")
+            return read_confined(root, TEMPLATE_NAME, _MAX_TEMPLATE_BYTES).decode("utf-8")
         except UnicodeDecodeError as error:
             raise FormatError(f"{path} is not UTF-8") from error
     template = settings.get("chat_template")
@@ -124,7 +109,7 @@ def _token_text(value: Any) -> str | None:
 def _token_ids(value: Any, root: Path) -> tuple[int, ...]:
     values = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(v) is int and v >= 0 for v in values):
-        raise FormatError(f"{root}: token ids {values!r} are malformed")
+        raise FormatError(f"{root}: token ids {shown(values)} are malformed")
     return tuple(values)
 
 

@@ -25,7 +25,9 @@ from __future__ import annotations
 
 import errno
 from enum import StrEnum
-from typing import ClassVar
+from typing import ClassVar, Final
+
+_SHOWN_CHARS: Final = 120
 
 
 class LoaderError(Exception):
@@ -125,6 +127,17 @@ _KINDS: dict[str, type[LoaderError]] = {
         ShortObject, StoreUnavailable, StoreRefused,
     )
 }  # fmt: skip
+
+
+def shown(value: object) -> str:
+    """How a value out of somebody else's file stands in a message: `repr`, cut to a line."""
+    if isinstance(value, str | bytes):
+        text = repr(value[: _SHOWN_CHARS + 1])
+    elif isinstance(value, list | tuple | dict):
+        text = f"a {type(value).__name__} of {len(value)} items" if len(value) > 16 else repr(value)
+    else:
+        text = repr(value) if not isinstance(value, int) or value.bit_length() < 256 else "a number of many digits"
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
 
 
 def error_from_code(code: str, message: str) -> LoaderError:

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from model_loader.byte_alphabet import byte_alphabet
-from model_loader.errors import FormatError, UnsupportedArchitecture
+from model_loader.errors import FormatError, UnsupportedArchitecture, shown
 
+_MAX_TOKEN_CHARS: Final = 1024
+"""Every cut of a token is looked at, so that time grows with the square of this."""
 _CONTROL: Final = 3
 _USER_DEFINED: Final = 4
 _LLAMA3_SPLIT: Final = (
@@ -48,13 +50,16 @@ def build_tokenizer(metadata: Mapping[str, Any], what: str) -> bytes:
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
         raise FormatError(f"{what} holds no vocabulary")
+    for number, token in enumerate(tokens):
+        if not isinstance(token, str) or len(token) > _MAX_TOKEN_CHARS:
+            raise FormatError(f"{what}: tokenizer.ggml.tokens: token {number} is {shown(token)}")
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
         document = _byte_level(metadata, tokens, what)
     elif kind == "llama":
         document = _sentencepiece(metadata, tokens, what)
     else:
-        raise UnsupportedArchitecture(f"{what}: tokenizer model {kind!r} is not supported; gpt2 and llama are")
+        raise UnsupportedArchitecture(f"{what}: tokenizer model {shown(kind)} is not supported; gpt2 and llama are")
     return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
 
 
@@ -62,7 +67,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str], what: str) -> di
     name = metadata.get("tokenizer.ggml.pre", "default")
     if name not in _PRE_TOKENIZERS:
         raise UnsupportedArchitecture(
-            f"{what}: pre-tokenizer {name!r} is not supported; {', '.join(_PRE_TOKENIZERS)} are"
+            f"{what}: pre-tokenizer {shown(name)} is not supported; {', '.join(_PRE_TOKENIZERS)} are"
         )
     alphabet = byte_alphabet()
     spelled = set(alphabet.values())
@@ -97,7 +102,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str], what: str) -> di
 def _pair(merge: Any, what: str) -> list[str]:
     parts = merge.split(" ") if isinstance(merge, str) else []
     if len(parts) != 2:
-        raise FormatError(f"{what}: merge {merge!r} is no pair")
+        raise FormatError(f"{what}: merge {shown(merge)} is no pair")
     return parts
 
 

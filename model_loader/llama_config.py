@@ -12,11 +12,13 @@ import struct
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from model_loader.errors import FormatError, UnsupportedArchitecture
+from model_loader.errors import FormatError, UnsupportedArchitecture, shown
 from model_loader.manifest import ModelConfig
 
 _LLAMA3_FIELDS: Final = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _MAX_SIZE: Final = 1 << 31
+_MAX_LAYERS: Final = 4096
+_MAX_HEAD_DIM: Final = 1 << 16
 
 
 class _Fields:
@@ -34,7 +36,7 @@ class _Fields:
         if value is None and default is not None:
             return default
         if type(value) is not int or not 0 < value < _MAX_SIZE:
-            raise FormatError(f"{self.what}: {name} is {value!r}; a positive whole number is needed")
+            raise FormatError(f"{self.what}: {name} is {shown(value)}; a positive whole number is needed")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -42,7 +44,7 @@ class _Fields:
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise FormatError(f"{self.what}: {name} is {value!r}; a positive number is needed")
+            raise FormatError(f"{self.what}: {name} is {shown(value)}; a positive number is needed")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -50,7 +52,7 @@ class _Fields:
         if value is None:
             return default
         if type(value) is not bool:
-            raise FormatError(f"{self.what}: {name} is {value!r}; true or false is needed")
+            raise FormatError(f"{self.what}: {name} is {shown(value)}; true or false is needed")
         return value
 
 
@@ -60,10 +62,10 @@ def config_from_hugging_face(document: Mapping[str, Any], what: str) -> ModelCon
     architectures = document.get("architectures") or ["LlamaForCausalLM"]
     if kind != "llama" or architectures != ["LlamaForCausalLM"]:
         raise UnsupportedArchitecture(
-            f"{what}: model_type {kind!r} ({architectures}) is not supported; supported is LlamaForCausalLM"
+            f"{what}: model_type {shown(kind)} ({shown(architectures)}) is not supported; supported is LlamaForCausalLM"
         )
     if document.get("hidden_act", "silu") != "silu":
-        raise UnsupportedArchitecture(f"{what}: hidden_act {document['hidden_act']!r} is not supported; silu is")
+        raise UnsupportedArchitecture(f"{what}: hidden_act {shown(document['hidden_act'])} is not supported; silu is")
     if document.get("quantization_config"):
         raise UnsupportedArchitecture(f"{what}: quantised safetensors are not supported; GGUF is")
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
@@ -96,19 +98,19 @@ def config_from_hugging_face(document: Mapping[str, Any], what: str) -> ModelCon
 def _rotary(document: Mapping[str, Any], what: str) -> tuple[float, dict[str, Any] | None]:
     parameters = document.get("rope_parameters") or document.get("rope_scaling") or {}
     if not isinstance(parameters, Mapping):
-        raise FormatError(f"{what}: the rotary settings are {parameters!r}")
+        raise FormatError(f"{what}: the rotary settings are {shown(parameters)}")
     theta = _Fields({**document, **parameters}, what).number("rope_theta", 10000.0)
     fields = _Fields(parameters, f"{what}: rotary settings")
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     partial = parameters.get("partial_rotary_factor") or document.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
-        raise UnsupportedArchitecture(f"{what}: partial rotary embeddings ({partial}) are not supported")
+        raise UnsupportedArchitecture(f"{what}: partial rotary embeddings ({shown(partial)}) are not supported")
     if kind == "default":
         return theta, None
     if kind == "linear":
         return theta, {"rope_type": "linear", "factor": fields.number("factor")}
     if kind != "llama3":
-        raise UnsupportedArchitecture(f"{what}: rotary scaling {kind!r} is not supported; linear and llama3 are")
+        raise UnsupportedArchitecture(f"{what}: rotary scaling {shown(kind)} is not supported; linear and llama3 are")
     original = fields.size("original_max_position_embeddings", document.get("original_max_position_embeddings"))
     values = {name: fields.number(name) for name in _LLAMA3_FIELDS[:3]}
     if values["high_freq_factor"] <= values["low_freq_factor"]:
@@ -126,7 +128,7 @@ def config_from_gguf(
     """`shapes` are the tensors' shapes by Hugging Face name; they tell what GGUF does not say in words."""
     architecture = metadata.get("general.architecture")
     if architecture != "llama":
-        raise UnsupportedArchitecture(f"{what}: architecture {architecture!r} is not supported; llama is")
+        raise UnsupportedArchitecture(f"{what}: architecture {shown(architecture)} is not supported; llama is")
     fields = _Fields({k.removeprefix("llama."): v for k, v in metadata.items() if k.startswith("llama.")}, what)
     if fields.has("expert_count") and metadata["llama.expert_count"] > 0:
         raise UnsupportedArchitecture(f"{what}: mixtures of experts are not supported")
@@ -172,14 +174,14 @@ def _gguf_scaling(
         if len(factors) != head_dim // 2 or not all(math.isfinite(f) and f > 0 for f in factors):
             raise FormatError(f"{what}: rope_freqs must hold {head_dim // 2} positive numbers")
         if kind not in ("none", "llama3"):
-            raise UnsupportedArchitecture(f"{what}: rope_freqs together with rope scaling {kind!r}")
+            raise UnsupportedArchitecture(f"{what}: rope_freqs together with rope scaling {shown(kind)}")
         return {"rope_type": "factors", "factors": list(factors)}
     if kind == "linear" or (kind == "none" and fields.has("rope.scale_linear")):
         name = "rope.scaling.factor" if kind == "linear" else "rope.scale_linear"
         factor = _shortest(fields.number(name))
         return None if factor == 1.0 else {"rope_type": "linear", "factor": factor}
     if kind != "none":
-        raise UnsupportedArchitecture(f"{what}: rotary scaling {kind!r} is not supported")
+        raise UnsupportedArchitecture(f"{what}: rotary scaling {shown(kind)} is not supported")
     return None
 
 
@@ -203,8 +205,10 @@ def _main_kind(kinds: Iterable[str]) -> str:
 def _checked(config: ModelConfig, what: str) -> ModelConfig:
     if config.num_heads % config.num_kv_heads:
         raise FormatError(f"{what}: {config.num_heads} heads are no multiple of {config.num_kv_heads} key heads")
-    if config.head_dim % 2:
-        raise FormatError(f"{what}: head_dim {config.head_dim} is odd")
+    if config.head_dim % 2 or config.head_dim > _MAX_HEAD_DIM:
+        raise FormatError(f"{what}: head_dim is {config.head_dim}; an even number up to {_MAX_HEAD_DIM} is needed")
+    if config.num_layers > _MAX_LAYERS:
+        raise FormatError(f"{what}: {config.num_layers} layers are announced; at most {_MAX_LAYERS} are read")
     if config.vocab_size < 1:
         raise FormatError(f"{what}: the embedding tensor is missing")
     return config

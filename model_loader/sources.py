@@ -14,16 +14,17 @@ import fnmatch
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
 
-from model_loader.errors import SourceMissing, SourceRefused
+from model_loader.confined import confine_path, is_there
+from model_loader.errors import SourceMissing, SourceRefused, shown
+from model_loader.pickles import refuse_pickle, refuse_pickles
 from model_loader.progress import Progress
 from model_loader.safetensors_format import find_files
 
 ProgressCallback = Callable[[Progress], None]
-PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _MAX_URI_CHARS: Final = 2048
 _PYPI: Final = re.compile(
     r"pypi://(?P<package>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)"
@@ -67,7 +68,7 @@ class ModelUri:
         file = match["file"]
         if file is not None:
             check_member(file, text)
-            refuse_pickle(file)
+            refuse_pickle(file, text)
         if scheme == "pypi":
             return ModelUri(text, scheme, match["package"], match["version"], file)
         return ModelUri(text, scheme, match["repo"], match["revision"], file)
@@ -115,11 +116,13 @@ def check_allowed(uri: str, allow: tuple[str, ...]) -> None:
 
 def resolve_path(uri: str, pinned_uri: str, path: Path) -> ResolvedModel:
     """A file or directory that is here already."""
-    refuse_pickle(path.name)
+    refuse_pickle(path.name, str(path))
     if path.is_dir():
-        if (path / "config.json").exists():
+        if is_there(path, "config.json"):
             return ResolvedModel(uri, pinned_uri, "safetensors", path, find_files(path))
         found = sorted(path.glob("*.gguf"))
+        if not found:
+            refuse_pickles(path, (each.name for each in path.iterdir()))
         if len(found) != 1:
             raise SourceMissing(
                 f"{path} holds no config.json and {len(found)} GGUF files: name one model (a file, or a directory "
@@ -128,8 +131,7 @@ def resolve_path(uri: str, pinned_uri: str, path: Path) -> ResolvedModel:
         path = found[0]
     if not path.exists():
         raise SourceMissing(f"there is no model at {path}")
-    if not path.is_file():
-        raise SourceRefused(f"{path} is no ordinary file")
+    confine_path(path)
     if path.suffix == ".safetensors":
         if not (path.parent / "config.json").exists():
             raise SourceMissing(f"{path} has no config.json beside it")
@@ -137,16 +139,11 @@ def resolve_path(uri: str, pinned_uri: str, path: Path) -> ResolvedModel:
     return ResolvedModel(uri, pinned_uri, "gguf", path.parent, (path,))
 
 
-def refuse_pickle(name: str) -> None:
-    if PurePosixPath(name).suffix.lower() in PICKLE_SUFFIXES:
-        raise SourceRefused(f"{name} is a pickle, which can run code: convert it to safetensors or GGUF")
-
-
 def check_member(name: str, where: str) -> None:
     """Refuses names that could leave the folder they are meant for."""
     parts = name.split("/")
     if "\\" in name or "\0" in name or ":" in name or any(part in ("", ".", "..") for part in parts):
-        raise SourceRefused(f"{where} names a file {name!r} outside its own folder")
+        raise SourceRefused(f"{where} names a file {shown(name)} outside its own folder")
 
 
 def _file_uri(text: str) -> ModelUri:

@@ -32,15 +32,9 @@ from model_loader.errors import (
 )
 from model_loader.locks import locked
 from model_loader.manifest import sync_directory, write_atomically
+from model_loader.pickles import is_pickle, refuse_pickle
 from model_loader.progress import Progress, Reporter
-from model_loader.sources import (
-    PICKLE_SUFFIXES,
-    ModelUri,
-    ResolvedModel,
-    check_member,
-    refuse_pickle,
-    resolve_path,
-)
+from model_loader.sources import ModelUri, ResolvedModel, check_member, resolve_path
 
 ProgressCallback = Callable[[Progress], None]
 _PIECE_BYTES: Final = 1024 * 1024
@@ -239,7 +233,7 @@ def _choose(uri: ModelUri, members: Mapping[str, zipfile.ZipInfo], wheel: Path) 
         ]
         if len(found) != 1:
             raise SourceMissing(f"{uri.text}: {wheel.name} holds {len(found)} files named {uri.file}")
-        refuse_pickle(found[0])
+        refuse_pickle(found[0], f"{uri.text}: {found[0]}")
     else:
         found = [name for name in members if name.endswith(".gguf")]
     if len(found) == 1 and found[0].endswith(".gguf"):
@@ -251,9 +245,9 @@ def _choose(uri: ModelUri, members: Mapping[str, zipfile.ZipInfo], wheel: Path) 
         parent = PurePosixPath(configs[0]).parent
         wanted = [n for n in members if PurePosixPath(n).parent == parent and _belongs(PurePosixPath(n).name)]
         return [configs[0], *(name for name in wanted if name != configs[0])]
-    pickles = [name for name in members if PurePosixPath(name).suffix in PICKLE_SUFFIXES]
+    pickles = [name for name in members if is_pickle(name)]
     if not found and not configs and pickles:
-        refuse_pickle(pickles[0])
+        refuse_pickle(pickles[0], f"{uri.text}: {pickles[0]}")
     several = ", ".join(sorted(found or configs)[:5])
     raise SourceMissing(
         f"{uri.text}: {wheel.name} holds {len(found or configs)} models"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from model_loader.errors import FormatError, LoaderError, SourceMissing, UnsupportedArchitecture
+from model_loader.errors import FormatError, LoaderError, SourceMissing, SourceRefused, UnsupportedArchitecture
 from model_loader.gguf_checkpoint import describe_gguf
 from model_loader.gguf_format import read_gguf
 from tests.support.gguf_files import make_tiny_gguf
@@ -61,6 +61,9 @@ def test_absurd_counts_are_refused_before_memory_is_taken(tmp_path: Path) -> Non
 def test_other_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "other.gguf"
     path.write_bytes(b"PK\x03\x04" + bytes(200))
+    with pytest.raises(SourceRefused, match=r"no GGUF file but begins like a pickle.*python -c"):
+        read_gguf(path)
+    path.write_bytes(b"GGML" + bytes(200))
     with pytest.raises(FormatError, match="no GGUF"):
         read_gguf(path)
     path.write_bytes(b"GGUF" + struct.pack(">IQQ", 3, 0, 0) + bytes(100))

@@ -62,7 +62,7 @@ def test_overlapping_tensors_are_refused(tiny: Path) -> None:
             data_offsets=h["model.layers.0.input_layernorm.weight"]["data_offsets"]
         ),
     )
-    with pytest.raises(FormatError, match="begins at"):
+    with pytest.raises(FormatError, match=r"begin at .* overlaps"):
         read_file(path, 0)
 
 
@@ -80,7 +80,7 @@ def test_an_indexed_set_needs_every_file_and_every_tensor(tiny: Path) -> None:
     index.write_text(
         json.dumps({"weight_map": {**dict.fromkeys(names, "model.safetensors"), "y": "model.safetensors"}})
     )
-    with pytest.raises(FormatError, match="tensor y"):
+    with pytest.raises(FormatError, match="tensor 'y'"):
         describe_directory(tiny)
 
 
