@@ -2,21 +2,24 @@
 
 `expected_tensors` is what a checkpoint must contain (names and shapes). `engine_tensors` is the prepared form: each
 engine tensor is a run of parts stacked along the first axis, in order; matrices that rows are multiplied with are then
-transposed to [inputs, outputs], with which products of few rows were measured to take half the time. GGUF keeps the
-rows of q and k in llama.cpp's interleaved order; `heads` on a part says that they are to be put back.
+transposed to [inputs, outputs], with which float32 products of few rows were measured to take half the time. Half types
+keep the rows as the checkpoint has them, which is as fast there and lets their bytes be copied as they are. GGUF keeps
+the rows of q and k in llama.cpp's interleaved order; `heads` on a part says that they are to be put back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from model_loader.block_types import count_values
+from model_loader.board import board_bytes
+from model_loader.chunks import ChunkList
 from model_loader.errors import FormatError
 from model_loader.manifest import ModelConfig, TensorEntry
 
-RECIPE_VERSION: Final = 2
+RECIPE_VERSION: Final = 3
 """Changes whenever the same checkpoint would give other bytes; prepared forms of another version are not used."""
 ITEM_BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per value of the dtypes a checkpoint can be prepared in."""
@@ -36,6 +39,8 @@ class EngineTensor:
     name: str
     parts: tuple[Part, ...]
     transposed: bool = False
+    group: int = 0
+    """When the model needs it: 0 the embedding, i + 1 layer i, then norm and head."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -47,7 +52,28 @@ def matrix(name: str, *parts: Part) -> EngineTensor:
     return EngineTensor(name, parts, transposed=True)
 
 
+def groups(config: ModelConfig) -> tuple[str, ...]:
+    """What is published as it lands, in the order the model needs it."""
+    return ("embedding", *(f"layer {layer}" for layer in range(config.num_layers)), "norm and head")
+
+
+def keeps_rows(dtype: str) -> bool:
+    """Whether matrices of this dtype keep the checkpoint's order of bytes."""
+    return dtype != "float32"
+
+
 def engine_tensors(config: ModelConfig) -> tuple[EngineTensor, ...]:
+    """In the order the model needs them."""
+    return tuple(replace(tensor, group=_group_of(tensor.name, config)) for tensor in _tensors(config))
+
+
+def _group_of(name: str, config: ModelConfig) -> int:
+    if name.startswith("layers."):
+        return int(name.split(".")[1]) + 1
+    return 0 if name == "embed" else config.num_layers + 1
+
+
+def _tensors(config: ModelConfig) -> list[EngineTensor]:
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     embedding = Part("model.embed_tokens.weight", (config.vocab_size, hidden))
@@ -86,7 +112,7 @@ def engine_tensors(config: ModelConfig) -> tuple[EngineTensor, ...]:
     tensors.append(EngineTensor("norm", (Part("model.norm.weight", (hidden,)),)))
     if not config.tie_word_embeddings:
         tensors.append(matrix("lm_head", Part("lm_head.weight", (config.vocab_size, hidden))))
-    return tuple(tensors)
+    return tensors
 
 
 def recipe_name(dtype: str) -> str:
@@ -97,7 +123,8 @@ def prepared_bytes(config: ModelConfig, dtype: str) -> int:
     """At most how large the prepared form will be, alignment and table included."""
     tensors = engine_tensors(config)
     values = sum(count_values(tensor.shape) for tensor in tensors)
-    return values * ITEM_BYTES[dtype] + len(tensors) * (_ALIGNMENT_BYTES + 256) + 2 * _ALIGNMENT_BYTES
+    body = values * ITEM_BYTES[dtype] + len(tensors) * (_ALIGNMENT_BYTES + 256) + 2 * _ALIGNMENT_BYTES
+    return body + board_bytes(config.num_layers + 2) + ChunkList.nbytes_for(body)
 
 
 def expected_tensors(config: ModelConfig) -> Mapping[str, tuple[int, ...]]:

@@ -23,10 +23,12 @@ MIN_INTERVAL_S: Final = 0.05
 @dataclass(frozen=True, slots=True)
 class Progress:
     stage: str
-    """resolve | download | extract | read | prepare | verify"""
+    """resolve | download | extract | read | arriving | prepare | verify"""
     done_bytes: int
     total_bytes: int
     """0 where it is not known."""
+    path: str = ""
+    """Of `arriving`: the temporary name under which the form can be mapped from now on."""
 
 
 class Reporter:
@@ -66,6 +68,7 @@ def run_reporting(work: Callable[[Callable[[Progress], None]], Mapping[str, obje
             "stage": progress.stage,
             "done_bytes": progress.done_bytes,
             "total_bytes": progress.total_bytes,
+            **({"path": progress.path} if progress.path else {}),
         })  # fmt: skip
 
     try:

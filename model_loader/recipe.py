@@ -1,9 +1,10 @@
-"""The recipe: a checkpoint's tensors to the engine's, in one dtype, as a prepared form.
+"""The recipe: a checkpoint's tensors to the engine's, in one dtype, as a prepared form, in the order the model needs.
 
-Each engine tensor is made in row chunks that stay in the CPU's cache: pread, digest, dequantise, cast, CRC32C, pwrite.
-Threads take tensors, largest first; numpy, hashlib and the kernel run outside the interpreter's lock. A source whose
-bytes no longer have the digests of the manifest is an `IntegrityError`. `python -m model_loader.recipe` runs it in a
-process of its own with NDJSON progress on stdout. Limits: float32, bfloat16 and float16.
+Every byte comes through a `VerifiedReader`, which checks it by the chunks of its file. Where the engine's bytes are the
+checkpoint's own (half types out of safetensors) they are copied as they land; else each engine tensor is made in row
+chunks that stay in the CPU's cache: verified bytes, dequantise, cast, pwrite. Groups (embedding, layers, norm and head)
+are published as they land. `python -m model_loader.recipe` does it in a process of its own with NDJSON progress.
+Limits: float32, bfloat16 and float16; memory beside the form: `Window` and a buffer a thread.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ if __name__ == "__main__":
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import argparse
-import hashlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -25,26 +25,35 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from model_loader.block_types import BLOCKS, count_bytes, count_values
+from model_loader.block_types import BLOCKS, count_bytes
+from model_loader.checkpoint_files import checkpoint_chunks, local_source
 from model_loader.dequantise import dequantise
-from model_loader.errors import FormatError, IntegrityError, LoaderError, SourceMissing
+from model_loader.errors import FormatError, LoaderError
 from model_loader.llama_layout import (
     ITEM_BYTES,
     RECIPE_VERSION,
     EngineTensor,
     Part,
     engine_tensors,
+    groups,
+    keeps_rows,
     recipe_name,
 )
 from model_loader.manifest import Manifest, TensorEntry
-from model_loader.prepared import PreparedWriter, TensorPlan, crc32c
+from model_loader.prepared_layout import TensorPlan
+from model_loader.prepared_writer import PreparedWriter
 from model_loader.progress import Progress, Reporter, run_reporting
+from model_loader.ranges.reader import Span, VerifiedReader
+from model_loader.ranges.source import RangeSource, ReadStats
+from model_loader.ranges.window import Window
 
 DTYPES: Final = tuple(ITEM_BYTES)
 _CHUNK_VALUES: Final = 256 * 1024
 """Values per chunk: 1 MiB of float32, which stays in the second-level cache while it is made."""
 _PANEL_VALUES: Final = 32 * 1024 * 1024
 """Values of a transposed tensor that are held in memory at once; larger ones are written in several panels."""
+_STORED_AS: Final = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+"""What the formats call an engine's dtype."""
 
 
 def prepare(
@@ -55,183 +64,201 @@ def prepare(
     *,
     threads: int = 0,
     durable: bool = False,
-) -> None:
-    """Writes the prepared form of `manifest` to `out_path`, atomically."""
+    recycle: Path | None = None,
+    sources: Sequence[RangeSource] = (),
+    on_complete: Callable[[], None] | None = None,
+) -> ReadStats:
+    """Writes the prepared form of `manifest` to `out_path`, atomically. `progress` is told the temporary name as soon
+    as the form can be mapped. `recycle`: a form in the same directory that nobody maps any more; gone afterwards.
+    `sources` are asked in their order, by the paths the manifest gives its files; none: those paths. `on_complete` is
+    called when everything has landed, before the form is sealed and gets its name."""
     if dtype not in ITEM_BYTES:
         raise FormatError(f"dtype {dtype!r} is not known; choose {', '.join(DTYPES)}")
     wanted = engine_tensors(manifest.config)
-    plans = [TensorPlan(t.name, dtype, t.shape) for t in wanted]
-    reporter = Reporter("prepare", sum(plan.nbytes for plan in plans), progress)
+    as_is = keeps_rows(dtype)
+    plans = [TensorPlan(t.name, dtype, t.shape, t.group, as_is and t.transposed) for t in wanted]
+    total_bytes = sum(plan.nbytes for plan in plans)
+    reporter = Reporter("prepare", total_bytes, progress)
     with (
-        SourceReader(manifest) as reader,
-        PreparedWriter(out_path, manifest.identity, recipe_name(dtype), dtype, plans) as writer,
-    ):
-        scratch = threading.local()
+        local_source(manifest, out_path.parent) as local,
+        PreparedWriter(
+            out_path, manifest.identity, recipe_name(dtype), dtype, plans, groups=groups(manifest.config),
+            recycle=recycle,
+        ) as writer,
+    ):  # fmt: skip
+        reader = VerifiedReader(checkpoint_chunks(manifest), sources or [local], threads=threads)
+        reader.check_sizes()
+        if progress is not None:
+            progress(Progress("arriving", 0, total_bytes, str(writer.temporary)))
+        maker = _Maker(manifest, dtype, reader, writer, reporter.add)
+        if all(maker.is_copied(tensor, part) for tensor in wanted for part in tensor.parts):
+            maker.copy_all(wanted)
+        else:
+            maker.make_all(wanted, threads or len(os.sched_getaffinity(0)))
+        writer.complete()
+        if on_complete is not None:
+            on_complete()
+        writer.commit(durable=durable, threads=threads)
+    reporter.finish()
+    return reader.stats
 
-        def make(tensor: EngineTensor) -> tuple[str, int]:
-            if not hasattr(scratch, "values"):
-                scratch.values = np.empty(_CHUNK_VALUES, dtype=np.float32)
-            make_one = _make_transposed if tensor.transposed else _make_tensor
-            return tensor.name, make_one(tensor, reader, writer, dtype, scratch.values, reporter.add)
 
-        largest_first = sorted(wanted, key=lambda t: -count_values(t.shape))
-        workers = threads or len(os.sched_getaffinity(0))
-        pool = ThreadPoolExecutor(workers, thread_name_prefix="prepare")
+class _Maker:
+    def __init__(
+        self,
+        manifest: Manifest,
+        dtype: str,
+        reader: VerifiedReader,
+        writer: PreparedWriter,
+        on_bytes: Callable[[int], None],
+    ) -> None:
+        self._manifest = manifest
+        self._dtype = dtype
+        self._reader = reader
+        self._writer = writer
+        self._on_bytes = on_bytes
+        self._window = Window(reader)
+        self._entries = {t.name: t for t in manifest.tensors}
+        self._scratch = threading.local()
+
+    def is_copied(self, tensor: EngineTensor, part: Part) -> bool:
+        """Whether the part's bytes in the form are those of the checkpoint."""
+        interleaved = part.heads and self._manifest.format == "gguf"
+        return (
+            self._entry(part).dtype == _STORED_AS[self._dtype]
+            and not interleaved
+            and not (tensor.transposed and not keeps_rows(self._dtype))
+        )
+
+    def copy_all(self, wanted: Sequence[EngineTensor]) -> None:
+        """Everything as it is, in the order wanted."""
+        spans: list[Span] = []
+        for tensor in wanted:
+            to = self._writer.place(tensor.name)
+            for part in tensor.parts:
+                entry = self._entry(part)
+                spans.append(Span(self._file(entry), entry.offset, entry.nbytes, to, tensor.group))
+                to += entry.nbytes
+        self._reader.read(spans, self._put, self._writer.landed)
+
+    def make_all(self, wanted: Sequence[EngineTensor], threads: int) -> None:
+        """Tensor by tensor, several at once, in the order wanted."""
+        left: dict[int, int] = {}
+        for tensor in wanted:
+            left[tensor.group] = left.get(tensor.group, 0) + 1
+        lock = threading.Lock()
+
+        def make(tensor: EngineTensor) -> None:
+            self._make_transposed(tensor) if tensor.transposed and not keeps_rows(self._dtype) else self._make(tensor)
+            with lock:
+                left[tensor.group] -= 1
+                has_landed = left[tensor.group] == 0
+            if has_landed:
+                self._writer.landed(tensor.group)
+
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="prepare")
         try:
-            checksums = dict(pool.map(make, largest_first))
+            for _ in pool.map(make, wanted):
+                pass
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-        writer.commit(checksums, durable=durable)
-    reporter.finish()
 
+    def _put(self, offset: int, data: Any) -> None:
+        self._writer.write(offset, data)
+        nbytes = memoryview(data).nbytes
+        self._writer.moved(nbytes)
+        self._on_bytes(nbytes)
 
-class SourceReader:
-    """The checkpoint's files, open for reading."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
-        self._entries = {t.name: t for t in manifest.tensors}
-        self._handles: list[int] = []
-        self.format = manifest.format
-
-    def __enter__(self) -> SourceReader:
-        try:
-            for file in self._manifest.files:
-                self._handles.append(os.open(file.path, os.O_RDONLY | os.O_CLOEXEC))
-        except OSError as error:
-            self.__exit__()
-            raise SourceMissing(
-                f"the checkpoint's file {error.filename} is gone ({error.strerror}): import the model again"
-            ) from error
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        while self._handles:
-            os.close(self._handles.pop())
-
-    def entry(self, name: str) -> TensorEntry:
-        try:
-            return self._entries[name]
-        except KeyError:
-            raise FormatError(f"the checkpoint {self._manifest.uri} has no tensor {name}") from None
-
-    def read(self, entry: TensorEntry, start: int, nbytes: int) -> bytes:
-        """`nbytes` bytes of a tensor from its byte `start`; a short file is an error."""
-        file = self._manifest.files[entry.file]
-        at, data = entry.offset + start, b""
-        try:
-            while len(data) < nbytes:
-                piece = os.pread(self._handles[entry.file], nbytes - len(data), at + len(data))
-                if not piece:
-                    raise IntegrityError(
-                        f"{file.path} is shorter than when it was imported: tensor {entry.name} needs bytes up to "
-                        f"{at + nbytes}, {at + len(data)} found; import the model again"
-                    )
-                data = data + piece if data else piece
-        except OSError as error:
-            raise SourceMissing(f"cannot read {file.path}: {error.strerror}") from error
-        return data
-
-    def check(self, entry: TensorEntry, digest: str) -> None:
-        if digest != entry.sha256:
-            raise IntegrityError(
-                f"{self._manifest.files[entry.file].path} is not the file that was imported: tensor {entry.name} "
-                f"has SHA-256 {digest[:16]}…, the manifest says {entry.sha256[:16]}…; import the model again"
+    def _make(self, tensor: EngineTensor) -> None:
+        offset = self._writer.place(tensor.name)
+        for part in tensor.parts:
+            pieces: Iterator[NDArray[Any]] = (
+                self._copied(part)
+                if self.is_copied(tensor, part)
+                else (cast_values(values, self._dtype, tensor.name) for values in self._values(part))
             )
+            for piece in pieces:
+                self._put(offset, piece)
+                offset += piece.nbytes
 
+    def _make_transposed(self, tensor: EngineTensor) -> None:
+        """Collects the rows that come in as columns of a panel, and writes the panel when it is full."""
+        inputs, outputs = tensor.shape
+        offset, width = self._writer.place(tensor.name), min(outputs, max(1, _PANEL_VALUES // inputs))
+        panel: NDArray[Any] | None = None
+        first = filled = 0
+        for part in tensor.parts:
+            for values in self._values(part):
+                chunk = cast_values(values, self._dtype, tensor.name).reshape(-1, inputs)
+                taken = 0
+                while taken < len(chunk):
+                    if panel is None:
+                        panel = np.empty((inputs, min(width, outputs - first)), dtype=chunk.dtype)
+                    count = min(len(chunk) - taken, panel.shape[1] - filled)
+                    panel[:, filled : filled + count] = chunk[taken : taken + count].T
+                    taken, filled = taken + count, filled + count
+                    if filled == panel.shape[1]:
+                        self._put_panel(offset, panel, first, outputs)
+                        panel, first, filled = None, first + filled, 0
 
-def _make_tensor(
-    tensor: EngineTensor,
-    reader: SourceReader,
-    writer: PreparedWriter,
-    dtype: str,
-    scratch: NDArray[np.float32],
-    on_bytes: Callable[[int], None],
-) -> int:
-    offset, checksum = writer.place(tensor.name), 0
-    for part in tensor.parts:
-        for values in _part_chunks(part, reader, scratch):
-            out = cast_values(values, dtype, tensor.name)
-            checksum = crc32c(out, checksum)
-            writer.write(offset, out)
-            offset += out.nbytes
-            on_bytes(out.nbytes)
-    return checksum
+    def _put_panel(self, offset: int, panel: NDArray[Any], first: int, outputs: int) -> None:
+        """Columns from `first` on of the tensor at `offset`, which has `outputs` columns."""
+        if panel.shape[1] == outputs:
+            self._put(offset, panel)
+            return
+        for row, values in enumerate(panel):
+            self._put(offset + (row * outputs + first) * panel.itemsize, values)
 
+    def _copied(self, part: Part) -> Iterator[NDArray[np.uint8]]:
+        entry = self._entry(part)
+        for start in range(0, entry.nbytes, 4 * _CHUNK_VALUES):
+            yield self._raw(entry, start, min(4 * _CHUNK_VALUES, entry.nbytes - start))
 
-def _make_transposed(
-    tensor: EngineTensor,
-    reader: SourceReader,
-    writer: PreparedWriter,
-    dtype: str,
-    scratch: NDArray[np.float32],
-    on_bytes: Callable[[int], None],
-) -> int:
-    """Collects the rows that come in as columns of a panel, and writes the panel when it is full."""
-    inputs, outputs = tensor.shape
-    offset, width = writer.place(tensor.name), min(outputs, max(1, _PANEL_VALUES // inputs))
-    chunks = (
-        cast_values(values, dtype, tensor.name).reshape(-1, inputs)
-        for part in tensor.parts
-        for values in _part_chunks(part, reader, scratch)
-    )
-    panel: NDArray[Any] | None = None
-    first = filled = 0
-    for chunk in chunks:
-        taken = 0
-        while taken < len(chunk):
-            if panel is None:
-                panel = np.empty((inputs, min(width, outputs - first)), dtype=chunk.dtype)
-            count = min(len(chunk) - taken, panel.shape[1] - filled)
-            panel[:, filled : filled + count] = chunk[taken : taken + count].T
-            taken, filled = taken + count, filled + count
-            if filled == panel.shape[1]:
-                _write_panel(writer, offset, panel, first, outputs)
-                on_bytes(panel.nbytes)
-                if filled == outputs:
-                    return crc32c(panel)
-                panel, first, filled = None, first + filled, 0
-    checksum = 0
-    row_bytes = outputs * ITEM_BYTES[dtype]
-    for row in range(inputs):
-        checksum = crc32c(os.pread(writer.fileno, row_bytes, offset + row * row_bytes), checksum)
-    return checksum
+    def _values(self, part: Part) -> Iterator[NDArray[np.float32]]:
+        """The part's values in order, as float32 chunks of whole rows (of whole heads where rows are put back)."""
+        entry = self._entry(part)
+        columns = part.shape[1] if len(part.shape) > 1 else 1
+        interleaved = part.heads if self._manifest.format == "gguf" else 0
+        unit = part.shape[0] // interleaved if interleaved else 1
+        if len(part.shape) == 1 and not interleaved:
+            unit = BLOCKS[entry.dtype][0]
+        rows_at_once = max(1, _CHUNK_VALUES // (columns * unit)) * unit
+        scratch = self._floats(rows_at_once * columns)
+        start = 0
+        for row in range(0, part.shape[0], rows_at_once):
+            rows = min(rows_at_once, part.shape[0] - row)
+            raw = self._raw(entry, start, count_bytes(entry.dtype, rows * columns))
+            start += len(raw)
+            values = scratch[: rows * columns]
+            dequantise(raw, entry.dtype, values)
+            yield deinterleave(values, rows // unit, unit, columns) if interleaved else values
 
+    def _raw(self, entry: TensorEntry, start: int, nbytes: int) -> NDArray[np.uint8]:
+        """Verified bytes of a tensor, in this thread's memory until it asks for more."""
+        raw: NDArray[np.uint8] | None = getattr(self._scratch, "raw", None)
+        if raw is None or raw.size < nbytes:
+            raw = self._scratch.raw = np.empty(max(nbytes, 4 * _CHUNK_VALUES), dtype=np.uint8)
+        self._window.read_into(self._file(entry), entry.offset + start, raw[:nbytes].data)
+        return raw[:nbytes]
 
-def _write_panel(writer: PreparedWriter, offset: int, panel: NDArray[Any], first: int, outputs: int) -> None:
-    """Columns from `first` on of the tensor at `offset`, which has `outputs` columns."""
-    if panel.shape[1] == outputs:
-        writer.write(offset, panel)
-        return
-    for row, values in enumerate(panel):
-        writer.write(offset + (row * outputs + first) * panel.itemsize, values)
+    def _floats(self, count: int) -> NDArray[np.float32]:
+        floats: NDArray[np.float32] | None = getattr(self._scratch, "floats", None)
+        if floats is None or floats.size < count:
+            floats = self._scratch.floats = np.empty(max(count, _CHUNK_VALUES), dtype=np.float32)
+        return floats
 
+    def _file(self, entry: TensorEntry) -> str:
+        return self._manifest.files[entry.file].path
 
-def _part_chunks(part: Part, reader: SourceReader, scratch: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
-    """The part's values in order, as float32 chunks of whole rows (of whole heads where rows are put back)."""
-    entry = reader.entry(part.source)
-    if entry.shape != part.shape:
-        raise FormatError(f"tensor {part.source} has shape {entry.shape}, the configuration says {part.shape}")
-    if entry.dtype not in BLOCKS:
-        raise FormatError(f"tensor {part.source} is of unknown type {entry.dtype}")
-    columns = part.shape[1] if len(part.shape) > 1 else 1
-    interleaved = part.heads if reader.format == "gguf" else 0
-    unit = part.shape[0] // interleaved if interleaved else 1
-    if len(part.shape) == 1 and not interleaved:
-        unit = BLOCKS[entry.dtype][0]
-    rows_at_once = max(1, _CHUNK_VALUES // (columns * unit)) * unit
-    if rows_at_once * columns > scratch.size:
-        scratch = np.empty(rows_at_once * columns, dtype=np.float32)
-    digest, start = hashlib.sha256(), 0
-    for row in range(0, part.shape[0], rows_at_once):
-        rows = min(rows_at_once, part.shape[0] - row)
-        raw = reader.read(entry, start, count_bytes(entry.dtype, rows * columns))
-        start += len(raw)
-        digest.update(raw)
-        values = scratch[: rows * columns]
-        dequantise(np.frombuffer(raw, dtype=np.uint8), entry.dtype, values)
-        yield deinterleave(values, rows // unit, unit, columns) if interleaved else values
-    reader.check(entry, digest.hexdigest())
+    def _entry(self, part: Part) -> TensorEntry:
+        entry = self._entries.get(part.source)
+        if entry is None:
+            raise FormatError(f"the checkpoint {self._manifest.uri} has no tensor {part.source}")
+        if entry.shape != part.shape:
+            raise FormatError(f"tensor {part.source} has shape {entry.shape}, the configuration says {part.shape}")
+        if entry.dtype not in BLOCKS:
+            raise FormatError(f"tensor {part.source} is of unknown type {entry.dtype}")
+        return entry
 
 
 def deinterleave(values: NDArray[np.float32], heads: int, head_dim: int, columns: int) -> NDArray[np.float32]:
@@ -265,13 +292,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--threads", type=int, default=0, help="0: one per CPU")
+    parser.add_argument("--recycle", type=Path, help="a form beside --out that nobody uses: its memory is written over")
     parser.add_argument("--durable", action="store_true", help="fsync what is written (not needed on tmpfs)")
     given = parser.parse_args(arguments)
 
     def work(report: Callable[[Progress], None]) -> dict[str, object]:
         manifest = Manifest.load(given.manifest)
-        prepare(manifest, given.dtype, given.out, report, threads=given.threads, durable=given.durable)
-        return {"identity": manifest.identity, "path": str(given.out), "nbytes": os.stat(given.out).st_size}
+        stats = prepare(
+            manifest, given.dtype, given.out, report, threads=given.threads, durable=given.durable,
+            recycle=given.recycle,
+        )  # fmt: skip
+        return {
+            "identity": manifest.identity,
+            "path": str(given.out),
+            "nbytes": os.stat(given.out).st_size,
+            "read_bytes": stats.by_tier(),
+            "chunks": stats.chunks,
+            "bad_chunks": stats.bad_chunks,
+        }
 
     return run_reporting(work)
 

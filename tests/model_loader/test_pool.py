@@ -213,7 +213,7 @@ async def test_a_new_agent_takes_over_what_is_good_and_removes_what_is_not(
     entries = {entry.key: entry for entry in await successor.scan()}
     assert entries[leases[0].key].state is EntryState.READY
     assert entries[leases[0].key].identity == manifests[0].identity
-    assert "CRC32C" in entries[leases[1].key].error
+    assert "xxh3-128" in entries[leases[1].key].error
     assert "truncated" in entries[leases[2].key].error
     assert {p.name for p in pool.directory.iterdir()} == {leases[0].path.name, "notes.txt"}
     assert successor.hold(leases[0].key, "rep-old")

@@ -1,0 +1,67 @@
+"""A checkpoint's files as something to read by ranges: their lists of chunks, and this machine's disk as a source.
+
+Limits: files go by the paths they had at the last import.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from model_loader.chunks import ChunkDigester, ChunkList
+from model_loader.errors import IntegrityError, SourceMissing
+from model_loader.manifest import Manifest
+from model_loader.ranges.local import ColdWays, LocalSource
+
+_WAYS_NAME: Final = ".cold-reads.json"
+_PIECE_BYTES: Final = 1024 * 1024
+
+
+def checkpoint_chunks(manifest: Manifest) -> Mapping[str, ChunkList]:
+    """By path. Made by reading every tensor once more, against the SHA-256 that the import made of it."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="chunks") as pool:
+        lists = pool.map(lambda number: _digest_file(manifest, number), range(len(manifest.files)))
+        return {file.path: chunks for file, chunks in zip(manifest.files, lists, strict=True)}
+
+
+def _digest_file(manifest: Manifest, number: int) -> ChunkList:
+    path = manifest.files[number].path
+    waiting = sorted((t for t in manifest.tensors if t.file == number), key=lambda t: t.offset)
+    digester, at = ChunkDigester(), 0
+    state, index = hashlib.sha256(), 0
+    try:
+        with open(path, "rb", buffering=0) as opened:
+            while piece := opened.read(_PIECE_BYTES):
+                digester.update(piece)
+                while index < len(waiting):
+                    entry = waiting[index]
+                    state.update(piece[max(0, entry.offset - at) : max(0, entry.offset + entry.nbytes - at)])
+                    if entry.offset + entry.nbytes > at + len(piece):
+                        break
+                    if state.hexdigest() != entry.sha256:
+                        raise IntegrityError(
+                            f"{path} is not the file that was imported: tensor {entry.name} has SHA-256 "
+                            f"{state.hexdigest()[:16]}…, the manifest says {entry.sha256[:16]}…; import the model again"
+                        )
+                    state, index = hashlib.sha256(), index + 1
+                at += len(piece)
+    except OSError as error:
+        raise SourceMissing(
+            f"the checkpoint's file {path} is gone ({error.strerror}): import the model again"
+        ) from error
+    if index < len(waiting):
+        entry = waiting[index]
+        raise IntegrityError(
+            f"{path} is shorter than when it was imported: tensor {entry.name} needs bytes up to "
+            f"{entry.offset + entry.nbytes}, {at} found; import the model again"
+        )
+    return digester.finish()
+
+
+def local_source(manifest: Manifest, remember_in: Path) -> LocalSource:
+    """The manifest's own files. What was learnt about cold reads is kept in `remember_in`."""
+    return LocalSource({f.path: Path(f.path) for f in manifest.files}, ColdWays(remember_in / _WAYS_NAME))

@@ -1,0 +1,189 @@
+"""Files on this machine: from the page cache where they are in it, else by the way that was measured to be faster.
+
+What is cached is copied out in small blocks that stay in the reader's cache. What is not comes through the page cache
+(which keeps it for the next one) or past it (O_DIRECT, which saves a copy); on a filesystem's first cold reads the two
+take turns, then the faster one is used, and remembered where a file to remember it in is given.
+Limits: a system call that hangs (a dead network mount) cannot be interrupted; Linux.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import threading
+import time
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Final
+
+from model_loader.chunks import CHUNK_BYTES
+from model_loader.errors import IntegrityError, SourceMissing, SourceUnavailable
+from model_loader.manifest import write_atomically
+from model_loader.ranges.source import Tier
+
+HOT_BYTES: Final = 512 * 1024
+"""A cached block at a time: 256 KiB to 1 MiB were measured alike; 4 MiB, which no longer stay in the second-level cache
+until they are digested and written, at half of that."""
+COLD_BYTES: Final = CHUNK_BYTES
+TRIALS: Final = 6
+"""Cold reads of each way before one is chosen."""
+_ALIGNMENT: Final = 4096
+
+
+class Way(StrEnum):
+    CACHED = "page cache"
+    DIRECT = "direct"
+
+
+class ColdWays:
+    """Which way cold bytes come faster, by filesystem. `remember` is a small file that outlives the process."""
+
+    def __init__(self, remember: Path | None = None) -> None:
+        self._remember = remember
+        self._lock = threading.Lock()
+        self._chosen: dict[str, Way] = {}
+        self._seconds: dict[tuple[str, Way], list[float]] = {}
+        self._turn = 0
+        if remember is not None:
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                kept = json.loads(remember.read_bytes())
+                self._chosen = {str(device): Way(way) for device, way in kept.items()}
+
+    def choose(self, device: int) -> Way:
+        with self._lock:
+            known = self._chosen.get(str(device))
+            if known is not None:
+                return known
+            self._turn += 1
+            return Way.DIRECT if self._turn % 2 else Way.CACHED
+
+    def learn(self, device: int, way: Way, nbytes: int, seconds: float) -> None:
+        """One cold read's time. Short ones say more of the request than of the way."""
+        if nbytes < COLD_BYTES // 2:
+            return
+        with self._lock:
+            if str(device) in self._chosen:
+                return
+            self._seconds.setdefault((str(device), way), []).append(seconds / nbytes)
+            tried = {each: sorted(self._seconds.get((str(device), each), [])) for each in Way}
+            if all(len(found) >= TRIALS for found in tried.values()):
+                self._settle(device, min(Way, key=lambda each: tried[each][len(tried[each]) // 2]))
+
+    def give_up(self, device: int, way: Way) -> None:
+        """The filesystem does not have that way."""
+        with self._lock:
+            self._settle(device, Way.CACHED if way is Way.DIRECT else Way.DIRECT)
+
+    def _settle(self, device: int, way: Way) -> None:
+        self._chosen[str(device)] = way
+        if self._remember is not None:
+            with contextlib.suppress(OSError):
+                write_atomically(self._remember, json.dumps(self._chosen).encode())
+
+
+class _Opened:
+    __slots__ = ("_direct", "_lock", "device", "handle", "nbytes", "path")
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self.handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise SourceMissing(f"cannot read {path}: {error.strerror}") from error
+        found = os.fstat(self.handle)
+        self.path, self.nbytes, self.device = path, found.st_size, found.st_dev
+        self._direct: int | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def direct(self) -> int:
+        with self._lock:
+            if self._direct is None:
+                self._direct = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            return self._direct
+
+    def close(self) -> None:
+        os.close(self.handle)
+        if self._direct is not None:
+            os.close(self._direct)
+
+
+class LocalSource:
+    """Files by name. A context manager, because it keeps them open."""
+
+    tier: Final = Tier.DISK
+    range_bytes: Final = COLD_BYTES
+
+    def __init__(self, paths: Mapping[str, Path], ways: ColdWays | None = None, name: str = "disk") -> None:
+        self.name = name
+        self.threads = max(2, len(os.sched_getaffinity(0)))
+        self._paths = paths
+        self._ways = ways or ColdWays()
+        self._opened: dict[str, _Opened] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> LocalSource:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            opened, self._opened = self._opened, {}
+        for file in opened.values():
+            file.close()
+
+    def size(self, file: str) -> int:
+        return self._open(file).nbytes
+
+    def read_into(self, file: str, offset: int, view: memoryview, *, within_s: float) -> int:
+        opened = self._open(file)
+        try:
+            count = self._read_cached(opened, offset, view) or self._read_cold(opened, offset, view)
+        except OSError as error:
+            raise SourceUnavailable(f"cannot read {opened.path}: {error.strerror}") from error
+        if count == 0:
+            raise IntegrityError(
+                f"{opened.path} ends at byte {os.fstat(opened.handle).st_size}; byte {offset} was expected in it"
+            )
+        return count
+
+    def _open(self, file: str) -> _Opened:
+        opened = self._opened.get(file)
+        if opened is None:
+            with self._lock:
+                opened = self._opened.get(file)
+                if opened is None:
+                    if file not in self._paths:
+                        raise SourceMissing(f"{self.name} has no file {file}")
+                    opened = self._opened[file] = _Opened(self._paths[file])
+        return opened
+
+    def _read_cached(self, opened: _Opened, offset: int, view: memoryview) -> int:
+        """What is in the page cache, without waiting for anything. 0: nothing at this place."""
+        try:
+            return os.preadv(opened.handle, [view[:HOT_BYTES]], offset, os.RWF_NOWAIT)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL):
+                return 0
+            raise
+
+    def _read_cold(self, opened: _Opened, offset: int, view: memoryview) -> int:
+        way = self._ways.choose(opened.device)
+        whole = len(view) // _ALIGNMENT * _ALIGNMENT
+        if way is Way.DIRECT and offset % _ALIGNMENT == 0 and whole:
+            begin_s = time.monotonic()
+            try:
+                count = os.preadv(opened.direct, [view[:whole]], offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._ways.give_up(opened.device, way)
+            else:
+                self._ways.learn(opened.device, way, count, time.monotonic() - begin_s)
+                if count:
+                    return count
+        begin_s = time.monotonic()
+        count = os.preadv(opened.handle, [view], offset)
+        self._ways.learn(opened.device, Way.CACHED, count, time.monotonic() - begin_s)
+        return count

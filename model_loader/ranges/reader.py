@@ -1,0 +1,301 @@
+"""Reads spans of files in the order wanted, from several threads, and lets nothing pass that is not verified.
+
+    spans -> the chunks that hold them, in order -> ranges of neighbouring chunks -> threads: read, digest, write
+
+A thread reads into one small buffer that it keeps, digests what came while it is in the processor's cache, and hands it
+on with the place it is for; a group of spans has *landed* when every chunk that holds any of it was right. A range that
+fails is asked for again, elsewhere if there is another source; a bad chunk is fetched again likewise, then refused with
+file, offset and expected value. Whoever writes must not show anything of a group before it has landed.
+Limits: chunks are read whole, so that spans at their edges cost up to 4 MiB more each; a source that hangs against its
+own deadline holds its thread.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import xxhash
+
+from model_loader.chunks import CHUNK_BYTES, ChunkList
+from model_loader.errors import IntegrityError, LoaderError, SourceError, SourceMissing
+from model_loader.ranges.source import RangeSource, ReadStats
+
+Write = Callable[[int, memoryview], None]
+"""(place, bytes): called from any thread, with every byte of a span at least once; again where a chunk was bad."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    file: str
+    offset: int
+    nbytes: int
+    to: int
+    """The place of its first byte."""
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLimits:
+    attempts: int = 3
+    """Of each source, for one range."""
+    first_pause_s: float = 0.05
+    """After every source failed once; doubled each time."""
+    range_s: float = 60.0
+    """Deadline of one request."""
+    good_again: int = 1
+    """How often a source that gave a bad chunk is asked for it again where there is no other."""
+
+
+DEFAULT_LIMITS: Final = ReadLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Neighbouring chunks of one file."""
+
+    file: str
+    first: int
+    count: int
+
+
+class _Stopped(Exception):
+    """Another thread failed."""
+
+
+class VerifiedReader:
+    """`sources` in the order of preference; each has all files, or says that it has not."""
+
+    def __init__(
+        self,
+        files: Mapping[str, ChunkList],
+        sources: Sequence[RangeSource],
+        *,
+        threads: int = 0,
+        limits: ReadLimits = DEFAULT_LIMITS,
+        stats: ReadStats | None = None,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if not sources:
+            raise SourceMissing("there is no source to read from")
+        self.files = files
+        self.stats = stats or ReadStats()
+        self._sources = sources
+        self._threads = threads or sources[0].threads
+        self._range_chunks = max(1, max(s.range_bytes for s in sources) // CHUNK_BYTES)
+        self._limits = limits
+        self._pause = pause
+        self._buffers = threading.local()
+        self._stop = threading.Event()
+
+    def check_sizes(self) -> None:
+        """Raises where a file of the first source that has it is not as long as it was."""
+        for file, chunks in self.files.items():
+            for source in self._sources:
+                try:
+                    found = source.size(file)
+                except SourceMissing:
+                    if source is self._sources[-1]:
+                        raise
+                    continue
+                if found != chunks.nbytes:
+                    raise IntegrityError(f"{file} of {source.name} has {found} bytes, expected are {chunks.nbytes}")
+                break
+
+    def read(self, spans: Sequence[Span], write: Write, landed: Callable[[int], None] | None = None) -> None:
+        """Returns when every group has landed; raises the first failure once no thread writes any more."""
+        plan = _Plan(spans, self.files)
+        for group in plan.empty_groups:
+            if landed is not None:
+                landed(group)
+        ranges = iter(plan.ranges(self._range_chunks))
+        lock = threading.Lock()
+        errors: list[BaseException] = []
+
+        def work() -> None:
+            while not self._stop.is_set():
+                with lock:
+                    task = next(ranges, None)
+                if task is None:
+                    return
+                try:
+                    self._fetch(task, plan, write, landed)
+                except _Stopped:
+                    return
+                except BaseException as error:
+                    errors.append(error)
+                    self._stop.set()
+
+        helpers = [threading.Thread(target=work, name=f"read-{n}", daemon=True) for n in range(1, self._threads)]
+        for helper in helpers:
+            helper.start()
+        work()
+        for helper in helpers:
+            helper.join()
+        if errors:
+            raise errors[0]
+        if self._stop.is_set():
+            raise SourceError("reading was stopped")
+
+    def read_chunk(self, file: str, index: int, view: memoryview) -> None:
+        """Fills `view`, which is as long as the chunk, with the verified chunk."""
+        begin, _ = self.files[file].bounds(index)
+
+        def write(to: int, piece: memoryview) -> None:
+            view[to : to + len(piece)] = piece
+
+        self._fetch(_Range(file, index, 1), _Plan([Span(file, begin, len(view), 0, 0)], self.files), write, None)
+
+    def stop(self) -> None:
+        """Ends a `read` in another thread after the ranges under way."""
+        self._stop.set()
+
+    # --- one range ------------------------------------------------------------------------------------------------
+
+    def _fetch(self, task: _Range, plan: _Plan, write: Write, landed: Callable[[int], None] | None) -> None:
+        """Tries the sources in turn until all chunks of the range are verified."""
+        missing = list(range(task.first, task.first + task.count))
+        failures: list[LoaderError] = []
+        bad_from: set[int] = set()
+        rounds = 0
+        while missing:
+            if self._stop.is_set():
+                raise _Stopped
+            number = rounds % len(self._sources)
+            if rounds and number == 0:
+                self._pause(self._limits.first_pause_s * 2 ** (rounds // len(self._sources) - 1))
+            if rounds:
+                self.stats.retried()
+            source = self._sources[number]
+            rounds += 1
+            try:
+                mismatches = self._fetch_from(source, task.file, missing, plan, write, landed)
+            except (SourceError, IntegrityError) as error:
+                failures.append(error)
+                mismatches = []
+            if mismatches:
+                failures += mismatches
+                bad_from.add(number)
+            exhausted = rounds >= self._limits.attempts * len(self._sources)
+            # A source that answers with other bytes twice has other bytes.
+            refused = bool(bad_from) and rounds > (len(self._sources) - 1) + self._limits.good_again
+            if missing and (exhausted or refused):
+                told = next((f for f in reversed(failures) if isinstance(f, IntegrityError)), failures[-1])
+                raise told
+
+    def _fetch_from(
+        self,
+        source: RangeSource,
+        file: str,
+        missing: list[int],
+        plan: _Plan,
+        write: Write,
+        landed: Callable[[int], None] | None,
+    ) -> list[IntegrityError]:
+        """Reads the chunks of `missing` and takes out of it those that are right."""
+        chunks = self.files[file]
+        mismatches: list[IntegrityError] = []
+        for first, count in list(_runs(missing)):
+            index, at = first, chunks.bounds(first)[0]
+            last_begin, last_bytes = chunks.bounds(first + count - 1)
+            end, digest = last_begin + last_bytes, xxhash.xxh3_128()
+            chunk_end = min(at + CHUNK_BYTES, end)
+            buffer = self._buffer()
+            while at < end:
+                begin_s = time.monotonic()
+                got = source.read_into(file, at, buffer[: min(len(buffer), end - at)], within_s=self._limits.range_s)
+                self.stats.moved(source.tier, got, time.monotonic() - begin_s)
+                taken = 0
+                while taken < got:
+                    piece = buffer[taken : min(got, taken + chunk_end - at)]
+                    digest.update(piece)
+                    plan.deliver(file, index, at, piece, write)
+                    taken, at = taken + len(piece), at + len(piece)
+                    if at < chunk_end:
+                        continue
+                    found = digest.digest()
+                    if chunks.matches(index, found):
+                        missing.remove(index)
+                        self.stats.verified(1)
+                        plan.chunk_landed(file, index, landed)
+                    else:
+                        self.stats.found_bad()
+                        mismatches.append(chunks.mismatch(index, found, f"{file} of {source.name}"))
+                    index, chunk_end, digest = index + 1, min(chunk_end + CHUNK_BYTES, end), xxhash.xxh3_128()
+                if self._stop.is_set():
+                    raise _Stopped
+        return mismatches
+
+    def _buffer(self) -> memoryview:
+        """This thread's own; page-aligned, as reads past the page cache need it."""
+        if not hasattr(self._buffers, "view"):
+            self._buffers.view = memoryview(mmap.mmap(-1, self._range_chunks * CHUNK_BYTES))
+        view: memoryview = self._buffers.view
+        return view
+
+
+class _Plan:
+    """Which chunks are needed, in which order, for whom, and what is still missing of each group."""
+
+    def __init__(self, spans: Sequence[Span], files: Mapping[str, ChunkList]) -> None:
+        self._spans: dict[tuple[str, int], list[Span]] = {}
+        left: dict[int, set[tuple[str, int]]] = {}
+        for span in spans:
+            chunks = files.get(span.file)
+            if chunks is None or span.offset < 0 or span.offset + span.nbytes > chunks.nbytes:
+                raise IntegrityError(f"bytes {span.offset} to {span.offset + span.nbytes} of {span.file} are not in it")
+            waits_for = left.setdefault(span.group, set())
+            for index in chunks.covering(span.offset, span.nbytes):
+                self._spans.setdefault((span.file, index), []).append(span)
+                waits_for.add((span.file, index))
+        self.empty_groups = [group for group, waits_for in left.items() if not waits_for]
+        self._left = {group: len(waits_for) for group, waits_for in left.items()}
+        self._lock = threading.Lock()
+
+    def ranges(self, most_chunks: int) -> Iterator[_Range]:
+        """In the order of the spans; neighbours that follow each other are one range."""
+        file, first, count = "", 0, 0
+        for name, index in self._spans:
+            if count and name == file and index == first + count and count < most_chunks:
+                count += 1
+                continue
+            if count:
+                yield _Range(file, first, count)
+            file, first, count = name, index, 1
+        if count:
+            yield _Range(file, first, count)
+
+    def deliver(self, file: str, index: int, at: int, piece: memoryview, write: Write) -> None:
+        end = at + len(piece)
+        for span in self._spans.get((file, index), ()):
+            low, high = max(at, span.offset), min(end, span.offset + span.nbytes)
+            if low < high:
+                write(span.to + low - span.offset, piece[low - at : high - at])
+
+    def chunk_landed(self, file: str, index: int, landed: Callable[[int], None] | None) -> None:
+        done: list[int] = []
+        with self._lock:
+            for group in {span.group for span in self._spans.get((file, index), ())}:
+                self._left[group] -= 1
+                if self._left[group] == 0:
+                    done.append(group)
+        if landed is not None:
+            for group in done:
+                landed(group)
+
+
+def _runs(indexes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    first, count = -1, 0
+    for index in indexes:
+        if count and index == first + count:
+            count += 1
+            continue
+        if count:
+            yield first, count
+        first, count = index, 1
+    if count:
+        yield first, count

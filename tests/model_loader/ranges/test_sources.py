@@ -1,0 +1,114 @@
+"""This machine's disk and an object store as sources of ranges."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from model_loader.chunks import CHUNK_BYTES
+from model_loader.errors import IntegrityError, SourceMissing
+from model_loader.objects.directory import DirectoryStore
+from model_loader.ranges.local import COLD_BYTES, TRIALS, ColdWays, LocalSource, Way
+from model_loader.ranges.reader import Span, VerifiedReader
+from model_loader.ranges.stored import StoredSource
+from tests.model_loader.ranges.sources import chunks_of
+
+CONTENT = random.Random(3).randbytes(2 * CHUNK_BYTES + 4321)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    target = tmp_path / "model.safetensors"
+    target.write_bytes(CONTENT)
+    return target
+
+
+def read_all(source: LocalSource | StoredSource) -> bytes:
+    target = bytearray(len(CONTENT))
+
+    def write(to: int, piece: memoryview) -> None:
+        target[to : to + len(piece)] = piece
+
+    reading = VerifiedReader({"f": chunks_of(CONTENT)}, [source], pause=lambda _: None)
+    reading.check_sizes()
+    reading.read([Span("f", 0, len(CONTENT), 0, 0)], write)
+    return bytes(target)
+
+
+def drop_cache(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(handle)
+
+
+@pytest.mark.parametrize("way", list(Way))
+def test_a_file_is_read_by_either_way_cached_or_not(path: Path, way: Way) -> None:
+    ways = ColdWays()
+    ways.give_up(path.stat().st_dev, Way.CACHED if way is Way.DIRECT else Way.DIRECT)
+    for dropped in (True, False):
+        if dropped:
+            drop_cache(path)
+        with LocalSource({"f": path}, ways) as source:
+            assert read_all(source) == CONTENT
+
+
+def test_a_store_gives_the_same_bytes(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "objects")
+    store.put("models/f", CONTENT)
+    assert read_all(StoredSource(store, {"f": "models/f"})) == CONTENT
+
+
+def test_files_that_are_gone_or_cut_are_told(path: Path, tmp_path: Path) -> None:
+    with LocalSource({"f": path, "g": tmp_path / "absent"}) as source:
+        with pytest.raises(SourceMissing, match="absent"):
+            source.size("g")
+        with pytest.raises(SourceMissing, match="no file h"):
+            source.size("h")
+        assert source.size("f") == len(CONTENT)
+        os.truncate(path, 100)
+        with pytest.raises(IntegrityError, match="ends at byte 100"):
+            source.read_into("f", 4096, memoryview(bytearray(10)), within_s=1.0)
+    store = DirectoryStore(tmp_path / "objects")
+    stored = StoredSource(store, {"f": "f"})
+    with pytest.raises(SourceMissing):
+        stored.size("f")
+    store.put("f", b"short")
+    with pytest.raises(IntegrityError):
+        stored.read_into("f", 0, memoryview(bytearray(10)), within_s=1.0)
+
+
+def test_a_file_rewritten_in_place_is_refused(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.seek(CHUNK_BYTES + 17)
+        file.write(b"other")
+    with LocalSource({"f": path}) as source, pytest.raises(IntegrityError, match=str(CHUNK_BYTES)):
+        read_all(source)
+
+
+def test_the_faster_cold_way_is_chosen_after_both_were_tried_and_is_remembered(tmp_path: Path) -> None:
+    remember = tmp_path / "ways.json"
+    ways = ColdWays(remember)
+    tried = set()
+    for number in range(2 * TRIALS):
+        way = ways.choose(7)
+        tried.add(way)
+        # One slow outlier says nothing of a way.
+        ways.learn(7, way, COLD_BYTES, 9.0 if number < 2 else 0.002 if way is Way.CACHED else 0.004)
+    assert tried == set(Way)
+    assert {ways.choose(7) for _ in range(4)} == {Way.CACHED}
+    assert {ColdWays(remember).choose(7) for _ in range(4)} == {Way.CACHED}
+    assert {ways.choose(8) for _ in range(4)} == set(Way)
+
+
+def test_a_memory_of_ways_that_cannot_be_read_is_no_memory(tmp_path: Path) -> None:
+    remember = tmp_path / "ways.json"
+    for content in (b"", b"[1]", b'{"7": "by air"}'):
+        remember.write_bytes(content)
+        ways = ColdWays(remember)
+        assert {ways.choose(7) for _ in range(2)} == set(Way)
