@@ -1,9 +1,10 @@
 """Which gateways live, which of them leads the control loop, and whether this one may act: leases in the database.
 
-A gateway renews its row every `renew_s`; the leader renews the lease `loop` with it. Nobody compares clocks: a row is
-alive while it keeps changing, by the watcher's own monotonic clock, and a gateway holds what it renewed for a little
-less than `lease_s` from the moment before the renewal was sent. So a holder stops before anybody takes over, whatever
-wall clocks do; a watcher that was itself away (stopped, without its database) begins to count anew.
+A gateway renews its row every `renew_s`, and the leader the lease `loop` with it, which is shorter (`lead_s`). Nobody
+compares clocks: a row is alive while it keeps changing, by the watcher's own monotonic clock, and a gateway holds what
+it renewed for a little less than the lease from the moment before the renewal was sent. So a holder stops before
+anybody takes over, whatever wall clocks do; a watcher that was itself away (stopped, without its database) begins to
+count anew.
 Limits: a gateway that starts watches a whole lease before it takes over from one that died earlier; monotonic clocks
 may differ in speed by `MARGIN`. With a database of its own a gateway is alone: it always holds and always leads.
 """
@@ -125,9 +126,10 @@ class Gateways:
         """Owners of unfinished requests that do not live: what those need is nobody's demand until it is adopted."""
         self.started_us = 0
         self._held_until_s = 0.0
+        self._leads_until_s = float("inf") if alone else 0.0
         self._looked_s = float("-inf")
         self._gateways = Watched(settings.lease_s)
-        self._loops = Watched(settings.lease_s)
+        self._loops = Watched(settings.lead_s)
         self._wake = asyncio.Event()
         self._moved: list[asyncio.Future[None]] = []
         self._closed = False
@@ -147,7 +149,7 @@ class Gateways:
 
     @property
     def leads(self) -> bool:
-        return self.leader == self.id and self.held
+        return self.leader == self.id and self.held and (self.alone or self._clock() < self._leads_until_s)
 
     def require(self) -> None:
         if not self.held:
@@ -200,7 +202,7 @@ class Gateways:
                 await self.look()
             except StokerError as error:
                 logger.warning("event=lease_not_renewed error=%s", error)
-                if not self.held:
+                if not self.held or (self.leader == self.id and not self.leads):
                     self._tell()
 
     def _pause_s(self) -> float:
@@ -212,7 +214,7 @@ class Gateways:
 
     async def look(self) -> None:
         """Renew, and see who else did."""
-        sent_s, was_held, first = self._clock(), self.held, self._held_until_s == 0.0
+        sent_s, was_held, led, first = self._clock(), self.held, self.leads, self._held_until_s == 0.0
         mark = time.time_ns() // 1000 + round(self._settings.lease_s * 1e6)
         seen = await self._database.write(lambda connection: self._exchange(connection, mark))
         self._held_until_s = sent_s + self._settings.lease_s * (1 - MARGIN)
@@ -220,17 +222,21 @@ class Gateways:
             return
         now_s = self._clock()
         # NOTE: counted from the look before; a failed one leaves the gap open.
-        anew = now_s - self._looked_s > self._settings.lease_s * 0.75
+        away_s = now_s - self._looked_s
         self._looked_s = now_s
-        self._gateways.see({name: row[1] for name, row in seen.peers.items()}, now_s, anew=anew)
-        self._loops.see({LOOP: seen.loop.mark} if seen.loop is not None else {}, now_s, anew=anew)
-        before = (set(self.peers), self.leader, self.orphaned, was_held)
+        marks = {name: row[1] for name, row in seen.peers.items()}
+        self._gateways.see(marks, now_s, anew=away_s > self._settings.lease_s * 0.75)
+        loop = {LOOP: seen.loop.mark} if seen.loop is not None else {}
+        self._loops.see(loop, now_s, anew=away_s > self._settings.lead_s * 0.75)
+        before = (set(self.peers), self.leader, self.orphaned, was_held, led)
         self.peers = {name: peer for name, (peer, _) in seen.peers.items() if not self._gateways.lapsed(name, now_s)}
         self.leader = await self._follow_loop(seen, now_s, mark)
+        if self.leader == self.id:
+            self._leads_until_s = sent_s + self._settings.lead_s * (1 - MARGIN)
         self.orphaned = frozenset(
             owner for owner in seen.owners if owner != self.id and self._gateways.lapsed(owner, now_s)
         )
-        if before != (set(self.peers), self.leader, self.orphaned, True):
+        if before != (set(self.peers), self.leader, self.orphaned, True, self.leads):
             logger.info("event=gateways living=%d leader=%s", len(self.peers) + 1, self.leader or "-")
             self._tell()
         if not (was_held or first) and self.held:

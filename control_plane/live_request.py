@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from control_plane.gateway.parsing import RenderOptions
+from control_plane.readers import Readers
 from control_plane.records import Outcome, OutcomeError, RequestState, StageTimes
 from control_plane.request_log import End, RequestLog
 from function_runtime.protocol import (
@@ -172,7 +173,7 @@ class LiveRequest:
         self.phase = Phase.QUEUED
         self.detached = detached
         """Whether the work goes on when nobody reads."""
-        self.readers = 0
+        self.readers = Readers()
         self.epoch = 0
         self.seat: Seat | None = None
         self.received = self.log.last_seq

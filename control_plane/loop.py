@@ -3,7 +3,8 @@
 Events only mark a function; it is looked at once in the same turn of the event loop, so that however many requests wake
 it, it is woken once. Deciding and acting is one step without a pause, so a decision never acts on an older state.
 Of several gateways the leader decides, by what all of them have; the others tell it (`demand`), and see to what waits
-with them. Limits: a wake-up through a leader that has just died waits until another leads.
+with them. Limits: a wake-up through a leader that has just died waits until another leads
+(`GatewaySettings.lead_within_s`).
 """
 
 from __future__ import annotations

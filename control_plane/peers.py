@@ -2,6 +2,7 @@
 
     changed   something in the database is worth another look (gateways, functions, keys, slots)
     demand    who waits and what runs here, for whoever leads the control loop; answered with what cannot be served
+    left      a client that read a request of the other's through this gateway has gone away
 
 Requests of clients that another gateway owns are forwarded with the same token (`gateway.relay`). Limits: a message
 that is lost costs only time: whatever it said is found at the next renewal, or said again.
@@ -24,11 +25,19 @@ logger = logging.getLogger(__name__)
 CALL_S: Final = 3.0
 CHANGED_PATH: Final = "/internal/v1/changed"
 DEMAND_PATH: Final = "/internal/v1/demand"
+LEFT_PATH: Final = "/internal/v1/left"
+LEFT_PAUSES_S: Final = (0.2, 1.0, 3.0)
+"""Before it is said again that a reader left: until it is heard, work goes on that nobody waits for."""
 
 
 class News(msgspec.Struct, frozen=True):
     what: tuple[str, ...]
     """gateways | functions | keys | slots"""
+
+
+class Left(msgspec.Struct, frozen=True):
+    request_id: str
+    reader: str
 
 
 class LaneDemand(msgspec.Struct, frozen=True):
@@ -113,6 +122,22 @@ class Peers:
                 await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             logger.info("event=peer_not_told url=%s what=%s error=%r", url, ",".join(news.what), error)
+
+    def tell_left(self, url: str, left: Left) -> None:
+        if not self._closed:
+            self._spawn(self._tell_left(url, left))
+
+    async def _tell_left(self, url: str, left: Left) -> None:
+        for pause_s in (*LEFT_PAUSES_S, None):
+            try:
+                async with self.session.post(url + LEFT_PATH, data=_encode(left)) as response:
+                    await response.read()
+                    if response.status < 500:
+                        return
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                logger.info("event=leaving_not_told request=%s url=%s error=%r", left.request_id, url, error)
+            if pause_s is not None:
+                await asyncio.sleep(pause_s)
 
     async def send_demand(self, url: str, report: DemandReport) -> DemandAnswer | None:
         """None: it was not heard."""

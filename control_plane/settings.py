@@ -94,6 +94,10 @@ class GatewaySettings:
     lease_s: float = 15.0
     """A gateway that has not renewed its lease for this long is dead and its requests are adopted by another. Shorter
     adopts sooner, but a stall of the machine then looks like a death."""
+    lead_cap_s: float = 3.0
+    """The leader's lease of its lead, where `lease_s` is not shorter still: a leader that is gone wakes nothing at zero
+    until another leads, a third later at most. Shorter takes every stall of a busy machine for a death; one that only
+    stalled loses nothing but the lead."""
     shared: bool = False
     """Other gateways work on the same database. Otherwise the lock of the data directory says that this one is alone:
     it adopts at its start what it finds unfinished, and holds no lease."""
@@ -101,8 +105,23 @@ class GatewaySettings:
     """Where other gateways reach this one; empty: where it listens."""
 
     @property
+    def lead_s(self) -> float:
+        """Lease of the lead."""
+        return min(self.lease_s, self.lead_cap_s)
+
+    @property
     def renew_s(self) -> float:
-        """Pause between renewals; a third of the lease, so that two may be missed."""
+        """Pause between renewals; a third of the shorter lease, so that two may be missed."""
+        return self.lead_s / 3
+
+    @property
+    def lead_within_s(self) -> float:
+        """A leader's death is seen and another leads after this long."""
+        return self.lead_s + self.renew_s
+
+    @property
+    def refresh_s(self) -> float:
+        """Pause between looks at what other gateways changed, for news that did not arrive."""
         return self.lease_s / 3
 
     @property

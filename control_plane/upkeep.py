@@ -65,7 +65,7 @@ class Upkeep:
             ("report", REPORT_S, self._report),
             ("tidy", TIDY_S, self._tidy),
             ("sweep", settings.retention.sweep_s, self._sweep),
-            ("refresh", settings.gateway.renew_s, self._refresh),
+            ("refresh", settings.gateway.refresh_s, self._refresh),
         ):
             self._spawn(self._every(name, pause_s, work))
         self._spawn(context.gateways.run())

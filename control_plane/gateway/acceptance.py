@@ -58,20 +58,23 @@ def _params_of(record: RequestRecord) -> Params:
 
 
 @contextmanager
-def reading(context: AppContext, live: LiveRequest | None, *, forwarded: bool = False) -> Iterator[None]:
-    """While it lasts somebody reads. When the last reader of a request that is not detached leaves, its work stops;
-    one that another gateway reads for may be gone because that gateway is, which is not the client's leaving."""
+def reading(context: AppContext, live: LiveRequest | None, relayed: str | None = None) -> Iterator[None]:
+    """While it lasts somebody reads. When the last reader of a request that is not detached leaves, its work stops.
+    `relayed`: the name of a reader that another gateway reads for; None: it is this one's own."""
     if live is None:
         yield
         return
-    live.readers += 1
+    live.readers.come()
     try:
         yield
     finally:
-        live.readers -= 1
-        stays = live.detached or context.draining or forwarded
-        if live.readers == 0 and live.live and not stays:
-            context.dispatcher.cancel(live)
+        if live.readers.go(relayed):
+            nobody_reads(context, live)
+
+
+def nobody_reads(context: AppContext, live: LiveRequest) -> None:
+    if live.live and not (live.detached or context.draining):
+        context.dispatcher.cancel(live)
 
 
 def new_origin(

@@ -6,6 +6,8 @@ streamed or attached to.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import msgspec
 from aiohttp import web
 
@@ -84,23 +86,15 @@ async def _answer(
 async def _several(request: web.Request, context: AppContext, prepared: Prepared) -> web.Response:
     """Several prompts in one completion: a request each, answered together."""
     origins = [prepared.origin(prompt) for prompt in prepared.prompts]
-    lives: list[LiveRequest | None] = []
     answers: list[Answer] = []
-    try:
+    with ExitStack() as readings:
         for origin in origins:
             live, answer = await accept(context, origin, prepared.servable, None, b"")
-            if live is not None:
-                live.readers += 1
-            lives.append(live)
+            readings.enter_context(reading(context, live))
             answers.append(answer)
         failed = await first_failure(answers)
         if failed is not None:
             raise failed
-    finally:
-        for live in lives:
-            if live is not None:
-                with reading(context, live):
-                    live.readers -= 1
     choices: list[object] = []
     prompt_tokens = completion_tokens = cached_tokens = 0
     for answer in answers:

@@ -15,14 +15,18 @@ from aiohttp import web
 
 from control_plane.context import CONTEXT, AppContext
 from control_plane.errors import InvalidRequest, Unauthenticated
-from control_plane.peers import CHANGED_PATH, DEMAND_PATH, DemandReport, News
+from control_plane.gateway.acceptance import nobody_reads
+from control_plane.peers import CHANGED_PATH, DEMAND_PATH, LEFT_PATH, DemandReport, Left, News
 from control_plane.tenants import ApiKey, Role
 
 logger = logging.getLogger(__name__)
 
 FORWARDED_FOR: Final = "x-stoker-forwarded-for"
 """Tenant, key and role of the client whose request a gateway forwards: it has authenticated it."""
+READER: Final = "x-stoker-reader"
+"""The name that the forwarding gateway gives its reader, to say later that it has left."""
 _news: Final = msgspec.msgpack.Decoder(News).decode
+_left: Final = msgspec.msgpack.Decoder(Left).decode
 _report: Final = msgspec.msgpack.Decoder(DemandReport).decode
 _encode: Final = msgspec.msgpack.Encoder().encode
 
@@ -46,6 +50,25 @@ def forwarded_key(context: AppContext, request: web.Request) -> ApiKey | None:
 
 def forwarding(key: ApiKey) -> str:
     return f"{key.id} {key.role.value} {key.tenant}"
+
+
+def reader_of(request: web.Request) -> str | None:
+    """None: it reads here itself."""
+    return request.headers.get(READER, "unnamed") if FORWARDED_FOR in request.headers else None
+
+
+async def left(request: web.Request) -> web.Response:
+    """A client that another gateway read for has gone away."""
+    context = request.app[CONTEXT]
+    _require(context, request)
+    try:
+        told = _left(await request.read())
+    except msgspec.MsgspecError as error:
+        raise InvalidRequest(str(error)) from None
+    live = context.dispatcher.requests.get(told.request_id)
+    if live is not None and live.readers.said_to_have_left(told.reader):
+        nobody_reads(context, live)
+    return web.Response(status=204)
 
 
 async def changed(request: web.Request) -> web.Response:
@@ -86,4 +109,4 @@ async def news_middleware(
 
 
 def routes(context: AppContext) -> list[web.RouteDef]:
-    return [web.post(CHANGED_PATH, changed), web.post(DEMAND_PATH, demand)]
+    return [web.post(CHANGED_PATH, changed), web.post(DEMAND_PATH, demand), web.post(LEFT_PATH, left)]

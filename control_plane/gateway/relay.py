@@ -3,6 +3,7 @@
 A handler raises `Elsewhere`; here the owner is asked in the client's name for the same thing by the request's id. When
 the owner dies the adopter is asked, from the last event that was passed on; when that is this gateway, it is read here.
 What was forwarded once is not forwarded again, so there are no loops: the first gateway asks anew who the owner is.
+A client that goes away is told of to the owner, for whom a broken connection alone could be this gateway's death.
 Limits: an answer that is relayed costs a second pass through a gateway, so clients do best to come back to the owner.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -22,11 +24,12 @@ from control_plane.errors import Elsewhere, StokerError, Unavailable
 from control_plane.gateway import responses
 from control_plane.gateway.acceptance import find, reading
 from control_plane.gateway.access import authenticate
-from control_plane.gateway.internal import FORWARDED_FOR, forwarding
+from control_plane.gateway.internal import FORWARDED_FOR, READER, forwarding
 from control_plane.gateway.reading import STREAM_WRITER, EventWriter, send_stream, send_whole
 from control_plane.gateway.rendering import comment
 from control_plane.gateway.responses_found import lookup
 from control_plane.gateway.resume import cursor_of
+from control_plane.peers import Left
 from control_plane.tenants import ApiKey
 
 logger = logging.getLogger(__name__)
@@ -78,12 +81,19 @@ class _Relay:
         self._cancels = request.path.endswith("/cancel")
         if self._of_responses and request.method == "GET":
             self._streams = responses.wants_stream(request)
+        self._reader = secrets.token_hex(8)
+        self._asked = ""
+        """Where the owner was asked last."""
         self._writer = writer
         self._lost_since_s = time.monotonic()
 
     async def run(self, handler: Handler) -> web.StreamResponse:
         try:
             return await self._follow(handler)
+        except (asyncio.CancelledError, ConnectionResetError):
+            if self._asked and not self._context.draining:
+                self._context.peers.tell_left(self._asked, Left(self._id, self._reader))
+            raise
         except StokerError as error:
             if self._writer is None or not self._writer.open:
                 raise
@@ -169,7 +179,8 @@ class _Relay:
             path, query = f"{self._path}/stream", {"starting_after": str(self._place())}
         elif self._request.method == "POST":
             query = {"wait": "1"}
-        headers = {FORWARDED_FOR: forwarding(self._key)}
+        headers = {FORWARDED_FOR: forwarding(self._key), READER: self._reader}
+        self._asked = url
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=3.0, sock_read=SILENT_S if self._streams else None)
         gone = asyncio.ensure_future(self._until_gone())
         asking = asyncio.ensure_future(self._ask(method, url + path, query, headers, timeout))

@@ -17,7 +17,7 @@ from control_plane.gateway.acceptance import reading
 from control_plane.gateway.access import authenticate
 from control_plane.gateway.admission import admit, attached, idempotency_key, prepare, read_body
 from control_plane.gateway.failures import failure_of
-from control_plane.gateway.internal import FORWARDED_FOR
+from control_plane.gateway.internal import reader_of
 from control_plane.gateway.parsing import Endpoint
 from control_plane.gateway.reading import STREAM_WRITER, Answer, EventWriter, ended, send_events
 from control_plane.gateway.responses_body import InputItem, generation, parse_body
@@ -96,7 +96,7 @@ async def retrieve(request: web.Request) -> web.StreamResponse:
     if "starting_after" in request.query:
         raise InvalidRequest("starting_after needs stream to be true", param="starting_after")
     if "wait" in request.query:  # as another gateway asks in the name of a client that waits for the whole
-        with reading(context, found.live, forwarded=FORWARDED_FOR in request.headers):
+        with reading(context, found.live, reader_of(request)):
             return await send_response(found.answer)
     return _answer(_now(found))
 
@@ -116,7 +116,7 @@ async def follow(
             param="starting_after",
         )
     writer = request[STREAM_WRITER] = writer or EventWriter(request, context.settings.http.heartbeat_s)
-    with reading(context, found.live, forwarded=FORWARDED_FOR in request.headers):
+    with reading(context, found.live, reader_of(request)):
         await writer.begin(answer.head.request_id)
         try:
             if lacking:

@@ -15,7 +15,7 @@ from control_plane.context import CONTEXT, AppContext
 from control_plane.errors import Elsewhere, InvalidRequest, NotFound
 from control_plane.gateway.acceptance import find, reading
 from control_plane.gateway.access import authenticate
-from control_plane.gateway.internal import FORWARDED_FOR
+from control_plane.gateway.internal import FORWARDED_FOR, reader_of
 from control_plane.gateway.reading import STREAM_WRITER, Answer, EventWriter, send_stream, send_whole
 from control_plane.live_request import LiveRequest
 from control_plane.records import RequestState
@@ -60,7 +60,7 @@ async def stream(request: web.Request) -> web.StreamResponse:
             param="starting_after",
         )
     writer = request[STREAM_WRITER] = EventWriter(request, context.settings.http.heartbeat_s)
-    with reading(context, live, forwarded=FORWARDED_FOR in request.headers):
+    with reading(context, live, reader_of(request)):
         return await send_stream(writer, answer, cursor)
 
 
@@ -70,7 +70,7 @@ async def retrieve(request: web.Request) -> web.Response:
     live, answer = await _locate(context, request)
     headers = {"x-request-id": answer.head.request_id}
     if FORWARDED_FOR in request.headers and "wait" in request.query:
-        with reading(context, live, forwarded=True):
+        with reading(context, live, reader_of(request)):
             return await send_whole(answer)
     if answer.log.end is None:
         body = {

@@ -11,7 +11,8 @@ from control_plane.gateways import Gateways
 from control_plane.settings import GatewaySettings
 
 LEASE_S = 15.0
-RENEW_S = 5.0
+SETTINGS = GatewaySettings(lease_s=LEASE_S)
+RENEW_S = SETTINGS.renew_s
 
 
 class Clock:
@@ -38,13 +39,13 @@ def clock() -> Clock:
 
 
 async def open_gateway(database: Database, name: str, clock: Clock) -> Gateways:
-    gateways = Gateways(database, name, GatewaySettings(lease_s=LEASE_S), alone=False, clock=clock)
+    gateways = Gateways(database, name, SETTINGS, alone=False, clock=clock)
     await gateways.start(f"http://{name}")
     return gateways
 
 
 async def turns(clock: Clock, seconds: float, *living: Gateways) -> None:
-    """Time passes; those that live look every third of a lease."""
+    """Time passes; those that live look at their pace."""
     while seconds > 0:
         step_s = min(RENEW_S, seconds)
         clock.pass_s(step_s)
@@ -89,7 +90,7 @@ async def test_a_dead_gateways_requests_are_told_within_the_stated_time_and_not_
     died_s = clock.now_s
     await turns(clock, 2 * LEASE_S, first)
     at_s, still_held = told[0]
-    assert at_s - died_s <= GatewaySettings(lease_s=LEASE_S).adopt_within_s
+    assert at_s - died_s <= SETTINGS.adopt_within_s
     assert not still_held
 
 
@@ -126,11 +127,40 @@ async def test_a_gateway_that_cannot_renew_stops_before_another_begins(database:
         leading_s += 1.0
         await second.look()
         assert not (first.leads and second.leads)
-        assert leading_s < 2 * LEASE_S
+        assert leading_s <= SETTINGS.lead_within_s
+    assert first.held  # its requests are its own for longer than the lead was
+    clock.pass_s(LEASE_S)
     assert not first.held
     # It wakes up, and finds that it leads no more.
     await first.look()
     assert first.held and not first.leads
+
+
+async def test_the_lead_passes_on_long_before_a_dead_leader_is_buried(database: Database, clock: Clock) -> None:
+    first, second = await open_gateway(database, "gw-1", clock), await open_gateway(database, "gw-2", clock)
+    await accept(database, "gw-1")
+    orphans: list[tuple[str, ...]] = []
+    second.on_orphans = orphans.append
+    await turns(clock, LEASE_S, first, second)
+    assert first.leads and not second.leads
+    await turns(clock, SETTINGS.lead_within_s, second)
+    assert second.leads and not first.leads
+    assert (set(second.peers), orphans) == ({"gw-1"}, [])  # it may only have stalled
+    await first.look()
+    assert first.held and not first.leads and first.leader == "gw-2"
+    await turns(clock, LEASE_S, first, second)
+    assert second.leads and not first.leads
+
+
+async def test_a_leader_that_stalls_shorter_than_its_lease_goes_on_leading(database: Database, clock: Clock) -> None:
+    first, second = await open_gateway(database, "gw-1", clock), await open_gateway(database, "gw-2", clock)
+    await turns(clock, LEASE_S, first, second)
+    for _ in range(5):
+        clock.pass_s(SETTINGS.lead_s * 0.9)
+        assert first.leads
+        await second.look()
+        await first.look()
+        assert first.leads and not second.leads
 
 
 async def test_it_is_told_that_it_holds_its_lease_again(database: Database, clock: Clock) -> None:
@@ -175,7 +205,7 @@ async def test_whoever_holds_a_data_directory_knows_that_its_predecessor_is_dead
 ) -> None:
     await open_gateway(database, "gw-1", clock)
     await accept(database, "gw-1")
-    heir = Gateways(database, "gw-2", GatewaySettings(lease_s=LEASE_S), alone=False, clock=clock)
+    heir = Gateways(database, "gw-2", SETTINGS, alone=False, clock=clock)
     orphans: list[tuple[str, ...]] = []
     heir.on_orphans = orphans.append
     await heir.start("http://gw-2", predecessor="gw-1")

@@ -281,7 +281,7 @@ async def test_a_reader_of_another_gateway_sees_no_break_when_the_owner_dies(pai
     await read_until(Stream(response), 5)
     reading = asyncio.ensure_future(rest_of(other, request_id, 0))
     live = leader.context.dispatcher.requests[request_id]
-    await until(lambda: live.readers > 0 and live.log.last_seq > 20)
+    await until(lambda: live.readers.count > 0 and live.log.last_seq > 20)
     await leader.die()
     events = await reading
     assert text_of(events) == answer_of(200)
