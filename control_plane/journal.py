@@ -39,6 +39,7 @@ from control_plane.retention import Retention
 from control_plane.sealing import NOT_SEALED, RequestSeal, TenantKeys
 from control_plane.settings import RetentionSettings
 from control_plane.standing import device_entries, end_attempt, entries_of, standing, standing_of
+from control_plane.tenant_rules import TenantRules
 from function_runtime.protocol import Accepted as Taken
 from function_runtime.protocol import DeviceTime, KvChunk
 
@@ -101,7 +102,7 @@ class Journal(History):
         """Whether this gateway holds its lease: without it nothing is begun, logged or ended, until it has it again."""
         self._live: dict[str, _Live] = {}
         self._appends = Appends(database, gateway_id)
-        self._keeping = Retention(database, self._retention)
+        self._keeping = Retention(database, self._retention, self._seal_of)
         self._doubtful: dict[str, int] = {}
         """Requests, and their epochs, whose acceptance was refused to the client and may have been written."""
 
@@ -380,7 +381,8 @@ class Journal(History):
         """Outcome, usage and ledger rows in one transaction. True also when this very end was written before; False
         when fenced. Raises `StorageUnavailable` (try again) while an append that precedes it is not in the log."""
         payload = _encode(outcome)
-        kept_s = self._retention.log_s if outcome.kept_s is None else outcome.kept_s
+        kept_us = None if outcome.kept_s is None else round(outcome.kept_s * 1e6)
+        log_us = round(self._retention.log_s * 1e6)
 
         def run(connection: Connection) -> bool | None:
             now = now_us()
@@ -391,7 +393,8 @@ class Journal(History):
                 "state": outcome.state.value,
                 "outcome": payload,
                 "now": now,
-                "expires_us": now + round(kept_s * 1e6),
+                "kept_us": kept_us,
+                "log_us": log_us,
                 "last_seq": outcome.last_seq,
             }
             seen = standing_of(connection.execute(sql.FINISH, values).fetchone())
@@ -417,6 +420,11 @@ class Journal(History):
         if written:
             self._keeping.ended(request_id)
         return written
+
+    @property
+    def rules(self) -> TenantRules:
+        """How long tenants keep what is theirs."""
+        return self._keeping.rules
 
     async def prepare(self) -> None:
         """Before the first request."""

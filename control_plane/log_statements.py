@@ -107,10 +107,8 @@ RETURNING id""",
 )
 
 ENDED_LOG: Final = """
-SELECT log_head, last_seq, epoch FROM requests
-WHERE id = :id AND state NOT IN ('queued', 'running') AND log_head IS NOT NULL AND log_head <> log_tail
-    AND sealed = 0"""
-"""Sealed rows stay as they are: each is bound to its place."""
+SELECT log_head, last_seq, epoch, tenant, sealed FROM requests
+WHERE id = :id AND state NOT IN ('queued', 'running') AND log_head IS NOT NULL AND log_head <> log_tail"""
 
 POINT_AT: Final = """
 UPDATE requests SET log_head = :to, log_tail = :to

@@ -402,4 +402,21 @@ _TENANT_KEYS: Final = Migration(
     ),
 )
 
-MIGRATIONS: Final[tuple[Migration, ...]] = (_FIRST, _SECOND, _GATEWAYS, _FOURTH, _DRAINS, _TENANT_KEYS)
+_TENANT_RULES: Final = Migration(
+    7,
+    "what tenants set for themselves; how long a request's function keeps it, where that is not its tenant's rule",
+    (
+        """
+        CREATE TABLE tenant_settings (
+            tenant TEXT NOT NULL,
+            name TEXT NOT NULL,
+            value BIGINT,
+            changed_us BIGINT NOT NULL,
+            applied_us BIGINT NOT NULL,
+            PRIMARY KEY (tenant, name)
+        ) {clustered}""",
+        "ALTER TABLE requests ADD COLUMN kept_us BIGINT",
+    ),
+)
+
+MIGRATIONS: Final[tuple[Migration, ...]] = (_FIRST, _SECOND, _GATEWAYS, _FOURTH, _DRAINS, _TENANT_KEYS, _TENANT_RULES)

@@ -101,7 +101,9 @@ WHERE k.counted = 1 AND r.state IN ('queued', 'running')"""
 FORGET_KV: Final = "DELETE FROM request_kv WHERE request_id = :id AND number = :number"
 
 FINISH: Final = """
-UPDATE requests SET state = :state, outcome = :outcome, finished_us = :now, expires_us = :expires_us,
+UPDATE requests SET state = :state, outcome = :outcome, finished_us = :now, kept_us = :kept_us,
+    expires_us = :now + COALESCE(:kept_us, (SELECT s.value FROM tenant_settings s
+        WHERE s.tenant = requests.tenant AND s.name = 'log_us'), :log_us),
     idempotency_key = CASE WHEN :state = 'refused' THEN NULL ELSE idempotency_key END
 WHERE id = :id AND owner = :me AND epoch = :epoch AND state IN ('queued', 'running')
     AND (durability = 'off' OR last_seq = COALESCE(:last_seq, last_seq))
@@ -123,7 +125,9 @@ ATTEMPTS_OF_REPLICA: Final = """
 SELECT request_id, epoch FROM attempts WHERE replica_id = :replica_id ORDER BY assigned_us DESC LIMIT :limit"""
 
 EXPIRED: Final = """
-SELECT id, finished_us, expires_us FROM requests WHERE expires_us < :now ORDER BY expires_us LIMIT :limit"""
+SELECT r.id, r.finished_us, r.expires_us, COALESCE((SELECT s.value FROM tenant_settings s
+    WHERE s.tenant = r.tenant AND s.name = 'request_us'), :request_us)
+FROM requests r WHERE r.expires_us < :now ORDER BY r.expires_us LIMIT :limit"""
 
 LOG_HEAD: Final = "SELECT log_head FROM requests WHERE id = :id"
 STATE_OF_TENANT: Final = "SELECT state FROM requests WHERE id = :id AND tenant = :tenant"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from control_plane.api import encryption, functions, keys, kv, organization
+from control_plane.api import encryption, functions, keys, kv, organization, retention
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -18,6 +18,7 @@ def routes(context: AppContext) -> list[web.RouteDef]:
         *functions.routes(context),
         *keys.routes(context),
         *encryption.routes(context),
+        *retention.routes(context),
         *kv.routes(context),
         *organization.routes(context),
     ]

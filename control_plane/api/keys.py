@@ -41,16 +41,16 @@ def routes(context: AppContext) -> list[web.RouteDef]:
         body = decode(await read_body(request), NewKeyBody)
         if not 1 <= len(body.name.strip()) <= 100 or not body.name.isprintable():
             raise InvalidRequest("name: use 1 to 100 printable characters", param="name")
-        key, secret = await keys.create(_tenant(by, body.tenant), body.name.strip(), body.role)
+        key, secret = await keys.create(tenant_of(by, body.tenant), body.name.strip(), body.role)
         return web.json_response({**key_body(key), "key": secret}, status=201)
 
     async def show_all(request: web.Request) -> web.Response:
-        tenant = _tenant(admin(request), request.query.get("tenant"))
+        tenant = tenant_of(admin(request), request.query.get("tenant"))
         return web.json_response({"object": "list", "data": [key_body(key) for key in await keys.list(tenant)]})
 
     async def revoke(request: web.Request) -> web.Response:
         by = admin(request)
-        tenant = _tenant(by, request.query.get("tenant"))
+        tenant = tenant_of(by, request.query.get("tenant"))
         if request.match_info["id"] == by.id:
             raise Conflict(f"{by.display} is the key of this very call: revoke it with another admin's key")
         key = await keys.revoke(request.match_info["id"], tenant)
@@ -76,11 +76,12 @@ def key_body(key: ApiKey) -> dict[str, Any]:
     }
 
 
-def _tenant(by: ApiKey, wanted: str | None) -> str:
+def tenant_of(by: ApiKey, wanted: str | None) -> str:
+    """Whose an admin asks for: its own tenant, or any where it runs the installation."""
     if wanted is None or wanted == by.tenant:
         return by.tenant
     if by.tenant != DEFAULT_TENANT:
-        raise Forbidden("keys of another tenant are not this key's to manage", param="tenant")
+        raise Forbidden("another tenant is not this key's to manage", param="tenant")
     if not _TENANT.fullmatch(wanted):
         raise InvalidRequest("tenant: use at most 40 of a-z, 0-9 and '-'", param="tenant")
     return wanted

@@ -5,14 +5,13 @@ Modules are imported when their command runs, so that `stoker --help` and a shor
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import typer
 
-from control_plane.cli.failure import reported
+from control_plane.cli import rules
+from control_plane.cli.options import DataDirOption, JsonOption, UrlOption, command
 
 app = typer.Typer(
     help="Serverless inference on your own machines: functions scale to zero and back, requests survive.",
@@ -29,33 +28,7 @@ encryption_app = typer.Typer(
     help="A key of your own for what is stored of your requests.", no_args_is_help=True, rich_markup_mode=None
 )
 app.add_typer(encryption_app, name="encryption")
-
-DataDirOption = Annotated[
-    Path | None,
-    typer.Option("--data-dir", "-d", help="The service's directory [STOKER_DATA_DIR, else ~/.local/share/stoker]."),
-]
-UrlOption = Annotated[
-    str | None,
-    typer.Option("--url", help="The service's address, or several: URL,URL [STOKER_URL]; key: STOKER_API_KEY."),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Answer as JSON, for programs.")]
-
-F = TypeVar("F", bound=Callable[..., None])
-
-
-def command(parent: typer.Typer, name: str) -> Callable[[F], F]:
-    """Registers a command whose errors are reported in one way."""
-
-    def register(function: F) -> F:
-        @functools.wraps(function)
-        def run(*args: Any, **options: Any) -> None:
-            with reported(as_json=bool(options.get("as_json"))):
-                function(*args, **options)
-
-        parent.command(name)(run)
-        return function
-
-    return register
+app.add_typer(rules.retention_app, name="retention")
 
 
 @command(app, "up")
@@ -378,15 +351,6 @@ def kv_gc(data_dir: DataDirOption = None, url: UrlOption = None, as_json: JsonOp
     collect_kv(data_dir, url, as_json)
 
 
-def main() -> None:
-    """The entry point of the `stoker` command."""
-    app()
-
-
-if __name__ == "__main__":
-    main()
-
-
 @command(encryption_app, "show")
 def encryption_show(data_dir: DataDirOption = None, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Whether there is a key, and which."""
@@ -423,3 +387,12 @@ def encryption_delete(
     if not yes:
         typer.confirm("Stored requests and KV of your tenant will be unreadable for good. Delete its keys?", abort=True)
     delete_key(data_dir, url, as_json)
+
+
+def main() -> None:
+    """The entry point of the `stoker` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -19,7 +19,7 @@ from control_plane.dispatch import Dispatcher
 from control_plane.functions import FunctionStore
 from control_plane.journal import Journal
 from control_plane.kv_index import KvIndex
-from control_plane.settings import ModelSettings, QueueSettings
+from control_plane.settings import ModelSettings, QueueSettings, Settings
 from control_plane.tenants import Keys, Role
 
 
@@ -54,8 +54,10 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
     database = await Database.open(tmp_path / "stoker.db")
     keys = Keys(database)
     functions = FunctionStore(database, ModelSettings(allowed=("pypi://*", "hf://*")))
-    dispatcher = Dispatcher(Journal(database, "gw-1"), Decisions(database), QueueSettings())
+    journal = Journal(database, "gw-1")
+    dispatcher = Dispatcher(journal, Decisions(database), QueueSettings())
     parts = SimpleNamespace(db=database, keys=keys, functions=functions, dispatcher=dispatcher)
+    parts.journal, parts.settings = journal, Settings(tmp_path)
     parts.kv_index, parts.kv_collection = KvIndex(database), None
     context = cast(AppContext, parts)
     app = web.Application(middlewares=[error_middleware])

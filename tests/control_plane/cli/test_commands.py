@@ -205,3 +205,13 @@ def test_down_ends_service_agents_and_replicas(service: Service, stoker: Stoker,
     assert not (service.data_dir / "control.json").exists()
     assert stoker("down").status == 1
     service.start()
+
+
+def test_a_tenant_says_how_long_its_requests_are_kept(stoker: Stoker) -> None:
+    assert "the installation's rule" in stoker("retention", "show").out
+    said = stoker("retention", "set", "--log", "120")
+    assert "log and input: kept 120 s after the end (tenant default's own)" in said.out
+    assert stoker("retention", "show", "--json").json["own"] == {"log_s": 120.0, "request_s": None}
+    refused = stoker("retention", "set", "--request", "60")
+    assert (refused.status, "request_s" in refused.err) == (1, True)
+    assert "default's own" not in stoker("retention", "reset").out

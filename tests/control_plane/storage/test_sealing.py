@@ -12,7 +12,8 @@ from control_plane.errors import Damaged, InvalidRequest, KeyDeleted, StorageUna
 from control_plane.journal import Journal
 from control_plane.sealing import MasterKey, TenantKeys, key_of
 from control_plane.tenants import Keys
-from tests.control_plane.storage.builders import new_request
+from tests.control_plane.storage.builders import done, new_request, query, used
+from tests.control_plane.storage.test_journal import running, write
 
 OWN = bytes(range(32))
 
@@ -223,3 +224,54 @@ async def test_several_control_planes_need_one_master_key_given_to_all(database:
         await keys.set("acme")
     given = base64.b64encode(b"m" * 32).decode()
     assert (await TenantKeys(database, Keys(database), MasterKey(None, given)).set("acme")).number == 1
+
+
+async def test_a_sealed_log_is_compacted_sealed_again_and_reads_the_same(keys: TenantKeys, database: Database) -> None:
+    await keys.set("default")
+    journal = Journal(database, "gw-1", tenant_keys=keys)
+    request_id = await running(journal)
+    for number in range(20):
+        assert await write(journal, request_id, 3 * number + 1, 3)
+    assert await journal.finish(request_id, 1, done(60, output_tokens=60, device=used(1, 2)))
+    before = await journal.log(request_id)
+    assert await journal.tidy() == 1
+    rows = query(
+        "SELECT last_seq, payload FROM token_log WHERE id = (SELECT log_head FROM requests WHERE id = ?)", request_id
+    )
+    ((last_seq, payload),) = await database.read(rows)
+    assert last_seq == 60
+    for after in (0, 1, 30, 59, 60):
+        assert await journal.log(request_id, after) == before[after:]
+    (seal,) = [keys.seal_of("default", 1, request_id)]
+    assert seal is not None and seal.open("log/1", bytes(payload)) not in bytes(payload)
+    await keys.delete("default")
+    assert await journal.log(request_id) == []
+
+
+async def test_a_sealed_log_whose_key_is_gone_or_whose_bytes_are_altered_stays_and_stops_no_other(
+    keys: TenantKeys, database: Database
+) -> None:
+    await keys.set("default")
+    journal = Journal(database, "gw-1", tenant_keys=keys)
+    ids = []
+    for _ in range(2):
+        request_id = await running(journal)
+        for number in range(3):
+            assert await write(journal, request_id, number + 1, 1)
+        assert await journal.finish(request_id, 1, done(3, output_tokens=3, device=used(1, 2)))
+        ids.append(request_id)
+    await database.write(
+        lambda connection: (
+            connection.execute(
+                "UPDATE token_log SET payload = :payload WHERE id = (SELECT log_head FROM requests WHERE id = :id)",
+                {"id": ids[0], "payload": b"x" * 40},
+            ).rowcount
+        )
+    )
+    assert await journal.tidy() == 2
+    heads = [
+        (await database.read(query("SELECT log_head = log_tail FROM requests WHERE id = ?", each)))[0][0]
+        for each in ids
+    ]
+    assert [bool(each) for each in heads] == [False, True]
+    assert len(await journal.log(ids[1])) == 3
