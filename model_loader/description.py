@@ -31,6 +31,8 @@ class Description:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     add_bos_token: bool
+    licence: str | None = None
+    """As the checkpoint states it."""
 
 
 @contextlib.contextmanager

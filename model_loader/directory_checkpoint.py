@@ -15,6 +15,7 @@ from model_loader.confined import is_there, read_confined
 from model_loader.description import Description, reading
 from model_loader.errors import FormatError, SourceMissing, shown
 from model_loader.json_text import parse_json
+from model_loader.licence import licence_of_directory
 from model_loader.llama_config import config_from_hugging_face
 from model_loader.llama_layout import check_tensors
 from model_loader.manifest import TOKENIZER_NAME, SourceFile
@@ -82,6 +83,7 @@ def _describe(root: Path, ensure: Ensure | None) -> Description:
         bos_token_id=bos,
         eos_token_ids=ends,
         add_bos_token=_adds_bos(tokenizer_document, settings, bos_token),
+        licence=licence_of_directory(root),
     )
 
 

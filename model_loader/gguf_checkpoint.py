@@ -12,6 +12,7 @@ from model_loader.description import Description, reading
 from model_loader.errors import FormatError, shown
 from model_loader.gguf_format import ROPE_FACTORS, read_gguf
 from model_loader.gguf_tokenizer import adds_bos, build_tokenizer
+from model_loader.licence import licence_of_gguf
 from model_loader.llama_config import config_from_gguf
 from model_loader.llama_layout import check_tensors
 from model_loader.manifest import SourceFile, TensorEntry
@@ -59,6 +60,7 @@ def _describe(path: Path, ensure: Ensure | None) -> Description:
         bos_token_id=bos,
         eos_token_ids=tuple(dict.fromkeys(ends)),
         add_bos_token=adds_bos(metadata) and bos is not None,
+        licence=licence_of_gguf(metadata),
     )
 
 

@@ -30,7 +30,7 @@ from model_loader.sources import ModelUri, ResolvedModel, resolve_path
 ProgressCallback = Callable[[Progress], None]
 _PATTERNS: Final = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-    "*.safetensors", "model.safetensors.index.json",
+    "*.safetensors", "model.safetensors.index.json", "README.md",
 )  # fmt: skip
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _PIECE_BYTES: Final = 1024 * 1024

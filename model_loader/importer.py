@@ -1,45 +1,45 @@
 """Importing a model: from a URI to a manifest with an identity, once, whoever asks and however often.
 
-A URI is resolved to files, their headers are read and checked, every tensor's content is digested, and the result is
-written to `models/<identity>/` by rename. A record per URI remembers the files as they were, so that an unchanged model
-is not read again. Concurrent imports of one URI wait for the first (a file lock, which a killed process releases).
+A URI is resolved to files, their headers are read and checked, every byte is digested, and the result is written to
+`models/<identity>/` by rename. A record per URI remembers the files as they were, so that an unchanged model is read
+once. Concurrent imports of one URI wait for the first (a file lock, which a killed process releases).
 `python -m model_loader.importer` does it in a process of its own with NDJSON progress.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
 from model_loader.chat import ChatTemplate
-from model_loader.content import last_tensors, read_content, refuse_zeros
+from model_loader.content import FileDigests, read_files
 from model_loader.description import Description
 from model_loader.directory_checkpoint import describe_directory
-from model_loader.errors import FormatError, LoaderError, SourceUnavailable, from_os_error
+from model_loader.errors import FormatError, IntegrityError, LoaderError, SourceUnavailable, from_os_error
 from model_loader.gguf_checkpoint import describe_gguf
 from model_loader.locks import locked
 from model_loader.manifest import (
     MANIFEST_NAME,
+    MANIFEST_VERSION,
     TOKENIZER_NAME,
+    FileContent,
     Manifest,
     SourceFile,
-    TensorEntry,
     checkpoint_identity,
+    chunks_path,
     write_atomically,
 )
 from model_loader.progress import Progress, Reporter, run_reporting
 from model_loader.sources import ResolvedModel, check_allowed, resolve
 from model_loader.vocabulary import VOCABULARY_NAME, Vocabulary
 
-_RECORD_VERSION: Final = 1
+_RECORD_VERSION: Final = 2
+"""Records of version 1 lead to manifests without lists of chunks: such a model is imported again."""
 ProgressCallback = Callable[[Progress], None]
 
 
@@ -63,13 +63,31 @@ def import_model(
         raise from_os_error(error, str(models_dir)) from error
 
 
+def load_current(path: Path) -> Manifest:
+    """The manifest at `path`; one of an earlier version is made again from where it was imported, and must come out
+    with the same identity."""
+    manifest = Manifest.load(path)
+    if manifest.version == MANIFEST_VERSION:
+        return manifest
+    again = import_model(manifest.uri, manifest.directory.parent)
+    if again.identity != manifest.identity:
+        raise IntegrityError(
+            f"{manifest.uri} is no longer the model that {path} was made of (identity {again.identity[:16]}…, was "
+            f"{manifest.identity[:16]}…): deploy it again to use what is there now"
+        )
+    return again
+
+
 def _import(
     uri: str, models_dir: Path, record_path: Path, allow: tuple[str, ...], progress: ProgressCallback | None
 ) -> Manifest:
     resolved = resolve(uri, models_dir / "sources", allow, progress)
     description = _describe(resolved)
     vocabulary = _check_texts(description, uri)
-    tensors = _digest(description, progress)
+    digests = _digest(description, progress)
+    tensors = tuple(
+        replace(entry, sha256=digests[entry.file].tensors[entry.name].sha256) for entry in description.tensors
+    )
     if not all(file.unchanged() for file in description.read_files):
         raise SourceUnavailable(f"the files of {uri} changed while they were imported: try again")
     special = {
@@ -86,6 +104,10 @@ def _import(
     write_atomically(directory / VOCABULARY_NAME, vocabulary.to_bytes())
     write_atomically(directory / TOKENIZER_NAME, description.tokenizer)
     write_atomically(directory / "config.json", json.dumps(asdict(description.config), indent=2).encode())
+    chunks = b"".join(each.chunks.to_bytes() for each in digests)
+    chunks_sha256 = hashlib.sha256(chunks).hexdigest()
+    write_atomically(chunks_path(directory, chunks_sha256), chunks)
+    keys = resolved.keys or ("",) * len(digests)
     read = {file.path: file for file in description.read_files}
     manifest = Manifest(
         identity=identity,
@@ -102,6 +124,12 @@ def _import(
         bos_token_id=description.bos_token_id,
         eos_token_ids=description.eos_token_ids,
         add_bos_token=description.add_bos_token,
+        contents=tuple(
+            FileContent(each.chunks.nbytes, each.sha256, resolved.origin, key)
+            for each, key in zip(digests, keys, strict=True)
+        ),
+        chunks_sha256=chunks_sha256,
+        licence=description.licence or resolved.licence,
     ).save(directory / MANIFEST_NAME)
     record = {
         "version": _RECORD_VERSION,
@@ -135,27 +163,17 @@ def _check_texts(description: Description, what: str) -> Vocabulary:
     return vocabulary
 
 
-def _digest(description: Description, progress: ProgressCallback | None) -> tuple[TensorEntry, ...]:
-    """Reads every tensor once; threads help because digests are computed outside the interpreter's lock."""
-    reporter = Reporter("read", sum(t.nbytes for t in description.tensors), progress)
-    with contextlib.ExitStack() as stack:
-        handles = [stack.enter_context(open(path, "rb", buffering=0)) for path in description.files]
-
-        last = last_tensors(description.tensors)
-
-        def digest(entry: TensorEntry) -> TensorEntry:
-            content = read_content(handles[entry.file].fileno(), entry, description.files[entry.file], reporter.add)
-            refuse_zeros(content, entry, description.files[entry.file], is_last=entry.name in last)
-            return replace(entry, sha256=content.sha256)
-
-        largest_first = sorted(description.tensors, key=lambda t: -t.nbytes)
-        pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="digest")
-        try:
-            digested = {entry.name: entry for entry in pool.map(digest, largest_first)}
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+def _digest(description: Description, progress: ProgressCallback | None) -> list[FileDigests]:
+    """Reads every file once; threads help because digests are computed outside the interpreter's lock."""
+    read = {file.path: file for file in description.read_files}
+    sizes = [read[str(path)].nbytes for path in description.files]
+    reporter = Reporter("read", sum(sizes), progress)
+    digests = read_files(description.files, description.tensors, reporter.add)
     reporter.finish()
-    return tuple(digested[entry.name] for entry in description.tensors)
+    for path, each, nbytes in zip(description.files, digests, sizes, strict=True):
+        if each.chunks.nbytes != nbytes:
+            raise SourceUnavailable(f"{path} had {nbytes} bytes and then {each.chunks.nbytes}: it is being written")
+    return digests
 
 
 def _recorded(record_path: Path, uri: str, models_dir: Path) -> Manifest | None:
@@ -169,8 +187,9 @@ def _recorded(record_path: Path, uri: str, models_dir: Path) -> Manifest | None:
         manifest = Manifest.load(models_dir / record["identity"] / MANIFEST_NAME)
         if manifest.identity != record["identity"] or not all(file.unchanged() for file in manifest.files):
             return None
+        manifest.chunk_lists()
         texts = (manifest.directory / TOKENIZER_NAME, manifest.directory / VOCABULARY_NAME)
-        return manifest if all(path.exists() for path in texts) else None
+        return manifest if manifest.contents and all(path.exists() for path in texts) else None
     except (OSError, ValueError, KeyError, TypeError, FormatError, LoaderError):
         return None
 

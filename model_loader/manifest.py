@@ -1,8 +1,10 @@
 """What a checkpoint is: its configuration, its tensors with their digests, and where their bytes lie.
 
 `identity` covers every tensor's name, dtype, shape and content, the tokenizer, the template and the configuration, and
-nothing else: the same model imported from another place has the same identity. Paths are where the bytes were at the
-last import; whoever reads them checks the digests. Limits: one architecture family (llama).
+nothing else: the same model imported from another place, or in other files, has the same identity. Paths are where the
+bytes were at the last import; whoever reads them checks them by the chunks of their file (`chunk_lists`), which lie
+beside the manifest in a file it names by digest. A manifest of version 1 is read and has none: the model is imported
+again when it is next loaded, with the same identity. Limits: one architecture family (llama).
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from model_loader.errors import FormatError, SourceMissing
+from model_loader.chunks import ChunkList
+from model_loader.errors import FormatError, IntegrityError, SourceMissing
 
-MANIFEST_VERSION: Final = 1
+MANIFEST_VERSION: Final = 2
+READ_VERSIONS: Final = (1, 2)
 MANIFEST_NAME: Final = "manifest.json"
 TOKENIZER_NAME: Final = "tokenizer.json"
 
@@ -100,6 +104,18 @@ class SourceFile:
 
 
 @dataclass(frozen=True, slots=True)
+class FileContent:
+    """What a file of tensors holds, whoever keeps a copy of it."""
+
+    nbytes: int
+    sha256: str
+    origin: str = ""
+    """The object store it was fetched from, if it was (`model_loader.objects.open_store`)."""
+    key: str = ""
+    """Of the object there."""
+
+
+@dataclass(frozen=True, slots=True)
 class TensorEntry:
     name: str
     """The Hugging Face name, whatever the format."""
@@ -133,6 +149,12 @@ class Manifest:
     eos_token_ids: tuple[int, ...]
     add_bos_token: bool
     """Whether a plain prompt is begun with `bos_token` (templates write it themselves)."""
+    contents: tuple[FileContent, ...] = ()
+    """Of `files`, in their order; none in version 1."""
+    chunks_sha256: str = ""
+    """Of the file with the lists of chunks."""
+    licence: str | None = None
+    """As the source states it."""
     version: int = MANIFEST_VERSION
     path: Path = field(default=Path(), compare=False)
     """Where this manifest was loaded from; not stored."""
@@ -141,6 +163,32 @@ class Manifest:
     def directory(self) -> Path:
         """Holds tokenizer.json beside the manifest."""
         return self.path.parent
+
+    @property
+    def chunks_path(self) -> Path:
+        return chunks_path(self.directory, self.chunks_sha256)
+
+    def chunk_lists(self) -> tuple[ChunkList, ...]:
+        """Of `files`, in their order; none where the manifest is of version 1. Raises `IntegrityError` where the lists
+        are not those that were made at import."""
+        if not self.contents:
+            return ()
+        again = f"import {self.uri} again"
+        try:
+            raw = self.chunks_path.read_bytes()
+        except OSError as error:
+            raise SourceMissing(f"cannot read {self.chunks_path}: {error.strerror}; {again}") from error
+        found = hashlib.sha256(raw).hexdigest()
+        if found != self.chunks_sha256:
+            raise IntegrityError(
+                f"{self.chunks_path} has SHA-256 {found}, the manifest says {self.chunks_sha256}; {again}"
+            )
+        lists, at = [], 0
+        for content in self.contents:
+            end = at + ChunkList.nbytes_for(content.nbytes)
+            lists.append(ChunkList.from_bytes(raw[at:end], str(self.chunks_path)))
+            at = end
+        return tuple(lists)
 
     @property
     def context_length(self) -> int:
@@ -171,20 +219,28 @@ class Manifest:
         except ValueError as error:
             raise FormatError(f"{path} is not a manifest: import the model again") from error
         try:
-            if document["version"] != MANIFEST_VERSION:
-                raise FormatError(f"{path} has version {document['version']}, known is {MANIFEST_VERSION}")
+            if document["version"] not in READ_VERSIONS:
+                raise FormatError(
+                    f"{path} has version {document['version']}, known are {READ_VERSIONS}: import the model again"
+                )
             return Manifest(
                 **{
                     **document,
                     "config": ModelConfig(**document["config"]),
                     "tensors": tuple(TensorEntry(**{**t, "shape": tuple(t["shape"])}) for t in document["tensors"]),
                     "files": tuple(SourceFile(**f) for f in document["files"]),
+                    "contents": tuple(FileContent(**c) for c in document.get("contents", ())),
                     "eos_token_ids": tuple(document["eos_token_ids"]),
                 },
                 path=path,
             )
         except (KeyError, TypeError) as error:
             raise FormatError(f"{path} is not a manifest of this version: {error}") from error
+
+
+def chunks_path(directory: Path, sha256: str) -> Path:
+    """Named by content: an import of the same checkpoint in other files leaves what earlier readers need."""
+    return directory / f"chunks-{sha256[:16]}.bin"
 
 
 def checkpoint_identity(

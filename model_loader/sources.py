@@ -84,6 +84,13 @@ class ResolvedModel:
     root: Path
     files: tuple[Path, ...]
     """Where the tensors are."""
+    origin: str = ""
+    """The object store they were fetched from, if they were; and below, the objects, in the order of `files`."""
+    keys: tuple[str, ...] = ()
+    stamp: str = ""
+    """Changes when what the store holds under the URI does."""
+    licence: str | None = None
+    """As the source states it, where the checkpoint does not."""
 
 
 def resolve(

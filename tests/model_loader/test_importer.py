@@ -30,7 +30,7 @@ def test_an_import_leaves_all_that_serving_needs(tiny: Path, imported: Import) -
     assert again == manifest
     assert manifest.path.parent.name == manifest.identity
     assert {p.name for p in manifest.directory.iterdir()} == {
-        "manifest.json", "tokenizer.json", "vocabulary.bin", "config.json",
+        "manifest.json", "tokenizer.json", "vocabulary.bin", "config.json", manifest.chunks_path.name,
     }  # fmt: skip
     assert Tokenizer.load(manifest.directory).decode(Tokenizer.load(manifest.directory).encode("hi", False)) == "hi"
     assert manifest.context_length == 8192

@@ -48,6 +48,7 @@ def make_tiny_gguf(
     rope_factors: list[float] | None = None,
     extra: dict[str, np.ndarray] | None = None,
     pre: str = "gpt-2",
+    licence: str | None = None,
 ) -> Path:
     """`source` is a float32 directory of `make_tiny_llama`; matrices are stored as `kind`, norms as F32."""
     config = json.loads((source / "config.json").read_text())
@@ -63,6 +64,8 @@ def make_tiny_gguf(
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
     _add_tokenizer(writer, tokenizer, config, source, pre)
+    if licence is not None:
+        writer.add_license(licence)
     if rope_factors is not None:
         writer.add_tensor("rope_freqs.weight", np.array(rope_factors, dtype=np.float32))
     number = getattr(gguf.GGMLQuantizationType, kind)
