@@ -5,9 +5,10 @@ Limits: files go by the paths they had at the last import.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
@@ -22,10 +23,25 @@ _PIECE_BYTES: Final = 1024 * 1024
 
 
 def checkpoint_chunks(manifest: Manifest) -> Mapping[str, ChunkList]:
-    """By path. Made by reading every tensor once more, against the SHA-256 that the import made of it."""
+    """By path, as the import made them. For a manifest of version 1 they are made by reading every tensor once more,
+    against the SHA-256 that the import made of it."""
+    if known := manifest.chunk_lists():
+        return {file.path: chunks for file, chunks in zip(manifest.files, known, strict=True)}
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="chunks") as pool:
         lists = pool.map(lambda number: _digest_file(manifest, number), range(len(manifest.files)))
         return {file.path: chunks for file, chunks in zip(manifest.files, lists, strict=True)}
+
+
+@contextlib.contextmanager
+def what_next(manifest: Manifest) -> Iterator[None]:
+    """Adds to what a reader says of a file, which knows of no models, what can be done about it."""
+    try:
+        yield
+    except (IntegrityError, SourceMissing) as error:
+        if manifest.uri in str(error):
+            raise
+        told = f"{error}; it is not what was imported from {manifest.uri}: import the model again"
+        raise type(error)(told) from error
 
 
 def _digest_file(manifest: Manifest, number: int) -> ChunkList:

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model_loader.block_types import BLOCKS, count_bytes
-from model_loader.checkpoint_files import checkpoint_chunks, local_source
+from model_loader.checkpoint_files import checkpoint_chunks, local_source, what_next
 from model_loader.dequantise import dequantise
 from model_loader.errors import FormatError, LoaderError
 from model_loader.llama_layout import (
@@ -39,7 +39,7 @@ from model_loader.llama_layout import (
     keeps_rows,
     recipe_name,
 )
-from model_loader.manifest import Manifest, TensorEntry
+from model_loader.manifest import MANIFEST_VERSION, Manifest, TensorEntry
 from model_loader.prepared_layout import TensorPlan
 from model_loader.prepared_writer import PreparedWriter
 from model_loader.progress import Progress, Reporter, run_reporting
@@ -80,6 +80,7 @@ def prepare(
     total_bytes = sum(plan.nbytes for plan in plans)
     reporter = Reporter("prepare", total_bytes, progress)
     with (
+        what_next(manifest),
         local_source(manifest, out_path.parent) as local,
         PreparedWriter(
             out_path, manifest.identity, recipe_name(dtype), dtype, plans, groups=groups(manifest.config),
@@ -298,6 +299,10 @@ def main(arguments: list[str] | None = None) -> int:
 
     def work(report: Callable[[Progress], None]) -> dict[str, object]:
         manifest = Manifest.load(given.manifest)
+        if manifest.version != MANIFEST_VERSION:
+            from model_loader.importer import load_current
+
+            manifest = load_current(given.manifest)
         stats = prepare(
             manifest, given.dtype, given.out, report, threads=given.threads, durable=given.durable,
             recycle=given.recycle,

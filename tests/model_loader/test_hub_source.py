@@ -12,7 +12,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 @pytest.fixture
 def cached(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A hub cache that holds the tiny model as org/tiny, as the hub's own client lays it out."""
-    hub = pytest.importorskip("huggingface_hub")
+    constants = pytest.importorskip("huggingface_hub.constants")
     home = tmp_path / "hub"
     repository = home / "models--org--tiny"
     snapshot = repository / "snapshots" / COMMIT
@@ -26,8 +26,8 @@ def cached(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         blob = repository / "blobs" / kind(content).hexdigest()
         blob.write_bytes(content)
         (snapshot / path.name).symlink_to(blob)
-    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(home))
-    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     return snapshot
 
 

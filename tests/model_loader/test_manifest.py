@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from model_loader import content
+from model_loader import content, recipe
 from model_loader.chunks import CHUNK_BYTES
 from model_loader.errors import FormatError, IntegrityError, SourceMissing
 from model_loader.importer import load_current
@@ -173,3 +173,11 @@ def test_the_licence_of_a_wheel_is_in_its_metadata() -> None:
     assert licence_of_wheel(b"Name: x\nLicense: MIT\n") == "MIT"
     assert licence_of_wheel(b"Classifier: License :: OSI Approved :: BSD License\n") == "BSD License"
     assert licence_of_wheel(b"Name: x\n") is None
+
+
+def test_preparing_a_checkpoint_of_version_1_imports_it_again(tiny: Path, tmp_path: Path, imported: Import) -> None:
+    new = imported(tiny)
+    as_version_1(new)
+    assert recipe.main([str(new.path), "--out", str(tmp_path / "form")]) == 0
+    assert Manifest.load(new.path) == new
+    assert (tmp_path / "form").exists()

@@ -149,10 +149,10 @@ def test_a_file_cut_or_gone_after_the_import_is_named(tiny: Path, imported: Impo
     manifest = imported(tiny)
     path = tiny / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(IntegrityError, match="shorter than when it was imported"):
+    with pytest.raises(IntegrityError, match=r"bytes, expected are .* import the model again"):
         prepare(manifest, "float32", manifest.directory / "out")
     path.unlink()
-    with pytest.raises(SourceMissing, match="is gone"):
+    with pytest.raises(SourceMissing, match=r"cannot read .* import the model again"):
         prepare(manifest, "float32", manifest.directory / "out")
 
 
