@@ -1,10 +1,10 @@
-"""Memory that reads of stored KV land in: used again once nobody can look at it any more.
+"""Memory that KV on its way to and from the store lies in: used again once nobody can look at it any more.
 
-    lease -> views of it (readers, arrivals, tensors) -> the last of them is gone -> kept for the next lease
+    lease -> views of it (reads, arrivals, tensors, what waits to be written) -> the last is gone -> the next lease
 
-Fresh memory costs a read more than copying into it does: the kernel clears every page first. Whoever holds any view of
+Fresh memory costs more than copying into it does: the kernel clears every page first. Whoever holds any view of
 a lease holds the lease, so that a read that ends late, or a tensor that is still looked at, keeps its bytes to itself.
-Limits: as much as `kept_bytes` is kept between reads; leases are as large as what is asked for, up to a page.
+Limits: as much as `kept_bytes` is kept between them; leases are as large as what is asked for, up to a page.
 """
 
 from __future__ import annotations
@@ -71,4 +71,4 @@ def _fresh(nbytes: int) -> mmap.mmap:
 
 
 MEMORY: Final = ReadMemory()
-"""Of this process's reads."""
+"""Of this process."""
