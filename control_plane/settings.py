@@ -138,6 +138,10 @@ class SlotSettings:
     slots of the other gateways of its database."""
     pool_bytes: int = 0
     """Budget of the warm pool in shared memory; 0: half of what is free at the agent's start."""
+    disk_bytes: int = 16 * 1024**3
+    """Budget of the disk tier below it: forms that take longer to make than to read. 0: none."""
+    keep_forms: bool = True
+    """Whether such forms are also kept in an object store that other machines read."""
     warm_workers: int = 1
     """Forked workers kept ready. 0 makes every start pay for an import of torch."""
     orphan_s: float = 120.0

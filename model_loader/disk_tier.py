@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from model_loader.chunks import CHUNK_BYTES, Buffer, ChunkList
-from model_loader.errors import FormatError, IntegrityError, from_os_error
+from model_loader.errors import FormatError, IntegrityError, SourceMissing, SourceUnavailable, from_os_error
 
 FREE_BYTES: Final = 1 << 30
 """Left free on the file system: the tier is the first to do without."""
@@ -91,6 +91,26 @@ class DiskTier:
         if not whole:
             self._remove(path)
         return whole
+
+    def pread_into(self, name: str, index: int, at: int, view: memoryview) -> int:
+        """Bytes of a chunk from its byte `at` on, unverified; how many came. Raises `SourceMissing` and
+        `SourceUnavailable`."""
+        path = self._path(name, index)
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise SourceMissing(f"chunk {index} of {name[:12]} is not in the disk tier") from error
+        try:
+            count = os.preadv(handle, [view], at)
+            with suppress(OSError):
+                os.utime(handle)
+        except OSError as error:
+            raise SourceUnavailable(f"cannot read {path}: {error.strerror}") from error
+        finally:
+            os.close(handle)
+        if not count:
+            raise IntegrityError(f"{path} is shorter than the chunk it holds")
+        return count
 
     def put(self, name: str, index: int, data: Buffer) -> bool:
         """Keeps a chunk that has been verified. False: there was no room, and nothing is kept; nothing else is lost."""

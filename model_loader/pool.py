@@ -28,6 +28,7 @@ from model_loader.pool_room import Room
 from model_loader.pool_state import EntryState, transition
 from model_loader.prepared import PreparedFile
 from model_loader.progress import Progress
+from model_loader.ranges.peer import PeerAddress
 
 SUFFIX: Final = ".prepared"
 PRIOR_BYTES_PER_S: Final = 1e9
@@ -35,14 +36,6 @@ PRIOR_BYTES_PER_S: Final = 1e9
 _COMPLETE: Final = re.compile(r"[0-9a-f]{16}\.prepared")
 _HALF_WRITTEN: Final = re.compile(r"\.[0-9a-f]{16}\.prepared\..+\.tmp")
 ProgressCallback = Callable[[Progress], None]
-
-
-@dataclass(frozen=True, slots=True)
-class PeerAddress:
-    """Another slot's pool: its agent's URL, and a token that reads the pool and does nothing else."""
-
-    url: str
-    token: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +52,41 @@ class LoadOrder:
     """A file nobody uses any more, whose memory may be written over instead of taking new memory; gone afterwards."""
 
 
-RunLoad = Callable[[LoadOrder], Awaitable[None]]
+@dataclass(frozen=True, slots=True)
+class LoadOutcome:
+    """How a form came to be in the pool, for people and for choosing better."""
+
+    origin: str
+    """make: by the recipe from the checkpoint; disk | peer | store: copied from where it was."""
+    seconds: float = 0.0
+    read_bytes: Mapping[str, int] = field(default_factory=dict)
+    """By tier."""
+    chunks: int = 0
+    """Verified."""
+    bad_chunks: int = 0
+    retries: int = 0
+    tried: tuple[str, ...] = ()
+    """Ways that failed before, each with its reason."""
+
+    @property
+    def tier(self) -> str:
+        """Where most of the bytes came from."""
+        return max(self.read_bytes, key=lambda tier: self.read_bytes[tier], default="disk")
+
+    def describe(self) -> str:
+        """One line."""
+        nbytes = sum(self.read_bytes.values())
+        rate = f", {nbytes / self.seconds / 1e6:.0f} MB/s" if self.seconds and nbytes else ""
+        words = [f"{'made' if self.origin == 'make' else f'copied from {self.origin}'}: {nbytes} bytes read{rate}"]
+        words += [
+            f"{self.chunks} chunks verified" + (f", {self.bad_chunks} bad and fetched again" if self.bad_chunks else "")
+        ]
+        words += [f"{self.retries} ranges asked again"] if self.retries else []
+        words += [f"{way} (left)" for way in self.tried]
+        return "; ".join(words)
+
+
+RunLoad = Callable[[LoadOrder], Awaitable[LoadOutcome]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +94,12 @@ class PoolLease:
     path: Path
     key: str
     tier: str
-    """pool: it was there; disk: it was prepared for this lease."""
+    """pool: it was there; else where most of the bytes came from: disk | peer | store | hub."""
     seconds: float
     """What the caller waited."""
     nbytes: int
+    outcome: LoadOutcome | None = None
+    """Of the load that this lease waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +132,8 @@ class _Entry:
     last_used_us: int = 0
     error: str = ""
     load_s: float = 0.0
-    """What its last preparation took; 0: none was seen."""
+    """What its last load took; 0: none was seen."""
+    outcome: LoadOutcome | None = None
     work: asyncio.Task[None] | None = None
     listeners: list[ProgressCallback] = field(default_factory=list)
 
@@ -199,9 +229,9 @@ class WarmPool:
         if on_progress is not None:
             entry.listeners.append(on_progress)
         try:
-            tier = "pool" if await self._is_ready(entry) else "disk"
-            if tier == "disk":
-                await self._load(entry, manifest, manifest_path, dtype, peers)
+            outcome = None
+            if not await self._is_ready(entry):
+                outcome = await self._load(entry, manifest, manifest_path, dtype, peers)
         except BaseException:
             self._drop_holder(entry, holder)
             raise
@@ -210,7 +240,8 @@ class WarmPool:
                 entry.listeners.remove(on_progress)
         entry.last_used_us = time.time_ns() // 1000
         seconds = (time.monotonic_ns() - started_ns) / 1e9
-        return PoolLease(entry.path, entry.key, tier, seconds, entry.nbytes)
+        tier = "pool" if outcome is None else outcome.tier
+        return PoolLease(entry.path, entry.key, tier, seconds, entry.nbytes, outcome)
 
     def release(self, holder: str) -> None:
         """`holder` uses nothing any more."""
@@ -307,7 +338,7 @@ class WarmPool:
 
     async def _load(
         self, entry: _Entry, manifest: Manifest, manifest_path: Path, dtype: str, peers: tuple[PeerAddress, ...]
-    ) -> None:
+    ) -> LoadOutcome | None:
         """Joins the preparation under way, or begins one. It goes on even if whoever asked is cancelled."""
         while entry.state in (EntryState.EVICTING, EntryState.QUARANTINED) and entry.work is not None:
             await asyncio.wait([entry.work])
@@ -318,12 +349,13 @@ class WarmPool:
             entry.work = asyncio.create_task(self._prepare(entry, prepared_bytes(manifest.config, dtype), order))
             entry.work.add_done_callback(_note_outcome)
         await asyncio.shield(entry.work)
+        return entry.outcome
 
     async def _prepare(self, entry: _Entry, needed_bytes: int, order: LoadOrder) -> None:
         try:
             recycle = await self._make_room(entry, needed_bytes)
             begin_s = time.monotonic()
-            await self._run_load(replace(order, recycle=recycle))
+            entry.outcome = await self._run_load(replace(order, recycle=recycle))
             if recycle is not None:
                 _remove(recycle)
             await self._accept(entry, verify=False)

@@ -131,6 +131,13 @@ class PreparedFile:
             begin, count = ctypes.c_void_p(address + offset), ctypes.c_size_t(end - offset)
             ctypes.CDLL(None).madvise(begin, count, _MADV_POPULATE_READ)
 
+    def bytes_at(self, offset: int, nbytes: int) -> bytes:
+        return self._mapping[offset : offset + nbytes]
+
+    def body(self) -> memoryview:
+        """What the list of chunks is of."""
+        return memoryview(self._mapping)[self.preamble.body_offset :][: self.preamble.body_bytes]
+
     def chunks(self) -> ChunkList:
         """Of the body: the file's bytes from `preamble.body_offset` on. Raises `IntegrityError` where the list itself
         is not what was written."""

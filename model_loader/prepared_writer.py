@@ -147,11 +147,13 @@ class PreparedWriter:
                     self._board.landed(group)
                 self._board.complete()
 
-    def commit(self, *, durable: bool = False, threads: int = 0) -> None:
-        """Makes the list of chunks and lets the file appear. `durable` adds the fsyncs (not needed on tmpfs)."""
+    def commit(self, *, durable: bool = False, threads: int = 0) -> ChunkList:
+        """Makes the list of chunks, which it gives, and lets the file appear. `durable` adds the fsyncs (not needed on
+        tmpfs)."""
         self.complete()
         preamble = self._layout.preamble
-        chunks = self._seal(threads or len(os.sched_getaffinity(0))).to_bytes()
+        sealed = self._seal(threads or len(os.sched_getaffinity(0)))
+        chunks = sealed.to_bytes()
         self.write(preamble.chunks_offset, chunks)
         final = replace(preamble, chunks_sha256=hashlib.sha256(chunks).digest(), is_complete=True)
         try:
@@ -170,6 +172,7 @@ class PreparedWriter:
                     os.close(folder)
         except OSError as error:
             raise from_os_error(error, str(self.path)) from error
+        return sealed
 
     def _seal(self, threads: int) -> ChunkList:
         preamble, handle = self._layout.preamble, self.fileno

@@ -19,6 +19,7 @@ import argparse
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,7 +41,7 @@ from model_loader.llama_layout import (
     recipe_name,
 )
 from model_loader.manifest import MANIFEST_VERSION, Manifest, TensorEntry
-from model_loader.prepared_layout import TensorPlan
+from model_loader.prepared_layout import Layout, TensorPlan, plan_layout
 from model_loader.prepared_writer import PreparedWriter
 from model_loader.progress import Progress, Reporter, run_reporting
 from model_loader.ranges.reader import Span, VerifiedReader
@@ -72,19 +73,14 @@ def prepare(
     as the form can be mapped. `recycle`: a form in the same directory that nobody maps any more; gone afterwards.
     `sources` are asked in their order, by the paths the manifest gives its files; none: those paths. `on_complete` is
     called when everything has landed, before the form is sealed and gets its name."""
-    if dtype not in ITEM_BYTES:
-        raise FormatError(f"dtype {dtype!r} is not known; choose {', '.join(DTYPES)}")
-    wanted = engine_tensors(manifest.config)
-    as_is = keeps_rows(dtype)
-    plans = [TensorPlan(t.name, dtype, t.shape, t.group, as_is and t.transposed) for t in wanted]
-    total_bytes = sum(plan.nbytes for plan in plans)
+    plan = plan_form(manifest, dtype)
+    wanted, total_bytes = plan.wanted, plan.nbytes
     reporter = Reporter("prepare", total_bytes, progress)
     with (
         what_next(manifest),
         local_source(manifest, out_path.parent) as local,
         PreparedWriter(
-            out_path, manifest.identity, recipe_name(dtype), dtype, plans, groups=groups(manifest.config),
-            recycle=recycle,
+            out_path, manifest.identity, plan.recipe, dtype, plan.plans, groups=plan.groups, recycle=recycle
         ) as writer,
     ):  # fmt: skip
         reader = VerifiedReader(checkpoint_chunks(manifest), sources or [local], threads=threads)
@@ -102,6 +98,38 @@ def prepare(
         writer.commit(durable=durable, threads=threads)
     reporter.finish()
     return reader.stats
+
+
+@dataclass(frozen=True, slots=True)
+class FormPlan:
+    """What the form of a checkpoint in one dtype holds, before any of it is there."""
+
+    identity: str
+    dtype: str
+    groups: tuple[str, ...]
+    wanted: tuple[EngineTensor, ...]
+    plans: tuple[TensorPlan, ...]
+
+    @property
+    def recipe(self) -> str:
+        return recipe_name(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the tensors."""
+        return sum(plan.nbytes for plan in self.plans)
+
+    def layout(self) -> Layout:
+        return plan_layout(self.identity, self.recipe, self.dtype, self.groups, self.plans)
+
+
+def plan_form(manifest: Manifest, dtype: str) -> FormPlan:
+    if dtype not in ITEM_BYTES:
+        raise FormatError(f"dtype {dtype!r} is not known; choose {', '.join(DTYPES)}")
+    wanted = engine_tensors(manifest.config)
+    as_is = keeps_rows(dtype)
+    plans = tuple(TensorPlan(t.name, dtype, t.shape, t.group, as_is and t.transposed) for t in wanted)
+    return FormPlan(manifest.identity, dtype, tuple(groups(manifest.config)), tuple(wanted), plans)
 
 
 class _Maker:

@@ -112,6 +112,9 @@ class LocalHome:
         command += ["--pool-dir", str(pool_directory(self._settings.data_dir, self._dir, self._name))]
         if slot.pool_bytes:
             command += ["--pool-bytes", str(slot.pool_bytes)]
+        command += ["--disk-bytes", str(slot.disk_bytes)]
+        if slot.keep_forms and not self._settings.store_uri.startswith("file:"):
+            command += ["--form-store", self._settings.store_uri]
         command += ["--warm", "0", "--orphan-s", str(slot.orphan_s)]
         with (self._dir / "agent.log").open("ab") as log:
             return subprocess.Popen(

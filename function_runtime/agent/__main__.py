@@ -20,7 +20,7 @@ import msgspec
 from aiohttp import web
 
 from function_runtime import process
-from function_runtime.agent.pool import Pool
+from function_runtime.agent.pool import Pool, Tiers
 from function_runtime.agent.server import AgentServer
 from function_runtime.agent.slot import Slot, log
 from function_runtime.agent.watch import Watch
@@ -36,6 +36,8 @@ def main() -> None:
     parser.add_argument("--slot-id", required=True)
     parser.add_argument("--pool-dir", type=Path, required=True)
     parser.add_argument("--pool-bytes", type=int, default=0, help="0: half of the pool directory's file system")
+    parser.add_argument("--disk-bytes", type=int, default=0, help="budget of the disk tier below the pool; 0: none")
+    parser.add_argument("--form-store", default="", help="object store where forms that take long to make are kept")
     parser.add_argument("--warm", type=int, default=0, help="forked workers kept waiting")
     parser.add_argument("--orphan-s", type=float, default=120.0, help="end when nobody reads the events this long")
     arguments = parser.parse_args()
@@ -55,11 +57,15 @@ def main() -> None:
 
 
 async def _run(arguments: argparse.Namespace, directory: Path) -> None:
+    disk = directory / "chunks" if arguments.disk_bytes else None
+    tiers = Tiers(disk, arguments.disk_bytes, arguments.form_store)
     slot = Slot(
         slot_id=arguments.slot_id,
         directory=directory,
         warm=arguments.warm,
-        open_pool=lambda children, changed: Pool(arguments.pool_dir, arguments.pool_bytes, children, changed),
+        open_pool=lambda children, changed: Pool(
+            arguments.pool_dir, arguments.pool_bytes, children, changed, tiers
+        ),
     )
     watch = Watch(slot, arguments.orphan_s)
     token = secrets.token_urlsafe(32)

@@ -16,6 +16,8 @@ class Checkpoint:
     path: str
     tier: str
     nbytes: int
+    detail: str = ""
+    """How it came, in words."""
 
 
 class Checkpoints(Protocol):

@@ -12,10 +12,11 @@ import json
 import os
 import secrets
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from function_runtime import process
 from function_runtime.agent.checkpoints import Checkpoint
@@ -23,14 +24,21 @@ from function_runtime.agent.children import Children
 from function_runtime.errors import LoadError, PoolEntryInUse, PoolEntryUnknown
 from function_runtime.protocol import Peer, PoolEntry, ReplicaSpec
 from model_loader.errors import LoaderError, error_from_code
+from model_loader.forms.order import FormOrder
 from model_loader.manifest import Manifest
-from model_loader.pool import SUFFIX, LoadOrder, PeerAddress, ProgressCallback, WarmPool
+from model_loader.pool import SUFFIX, LoadOrder, LoadOutcome, ProgressCallback, WarmPool
 from model_loader.pool_room import default_budget
 from model_loader.pool_state import EntryState
 from model_loader.progress import Progress
+from model_loader.ranges.peer import PeerAddress
 
 _HALF_TYPES: Final = ("float16", "bfloat16")
 _MAX_LINE_BYTES: Final = 1 << 20
+_KEEP_NICE: Final = 15
+
+
+def log(text: str) -> None:
+    print(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def dtype_for(spec: ReplicaSpec) -> str:
@@ -44,9 +52,29 @@ def dtype_for(spec: ReplicaSpec) -> str:
     return own if own in _HALF_TYPES else "bfloat16"
 
 
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """What is below the pool."""
+
+    disk: Path | None = None
+    """Directory of the disk tier."""
+    disk_bytes: int = 0
+    store: str = ""
+    """URI of the object store where forms are kept; empty: none."""
+
+
 class Pool:
-    def __init__(self, directory: Path, budget_bytes: int, children: Children, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        budget_bytes: int,
+        children: Children,
+        on_change: Callable[[], None],
+        tiers: Tiers = Tiers(),
+    ) -> None:
         self._children = children
+        self._tiers = tiers
+        self._keeping: set[asyncio.Task[None]] = set()
         self._on_change = on_change
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.budget_bytes = budget_bytes or default_budget(directory)
@@ -85,7 +113,8 @@ class Pool:
         lease = await self._pool.acquire(Path(manifest_path), dtype, holder, peers=addresses)
         if lease.tier != "pool":
             self._on_change()
-        return Checkpoint(str(lease.path), lease.tier, lease.nbytes)
+        detail = lease.outcome.describe() if lease.outcome is not None else ""
+        return Checkpoint(str(lease.path), lease.tier, lease.nbytes, detail)
 
     def release(self, holder: str) -> None:
         self._pool.release(holder)
@@ -131,45 +160,116 @@ class Pool:
         if self._scan is not None:
             self._scan.cancel()
             await asyncio.gather(self._scan, return_exceptions=True)
+        for keeping in self._keeping:
+            keeping.cancel()
+        await asyncio.gather(*self._keeping, return_exceptions=True)
         await self._pool.close()
 
-    async def _run_load(self, order: LoadOrder) -> None:
-        """One preparation as a process of its own, so that its memory goes with it and its threads are nobody's."""
-        recipe = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "model_loader.recipe", str(order.manifest_path), "--dtype", order.dtype),
-            *("--out", str(order.out)),
-            stdin=asyncio.subprocess.DEVNULL,
+    async def _run_load(self, order: LoadOrder) -> LoadOutcome:
+        """One load as a process of its own, so that its memory goes with it and its threads are nobody's."""
+        form = self._form_order(order)
+        told = await self._run([str(order.out)], form.to_bytes(), order.progress)
+        outcome = LoadOutcome(
+            origin=str(told["origin"]),
+            seconds=float(told["seconds"]),
+            read_bytes={str(tier): int(nbytes) for tier, nbytes in told["read_bytes"].items()},
+            chunks=int(told["chunks"]),
+            bad_chunks=int(told["bad_chunks"]),
+            retries=int(told["retries"]),
+            tried=tuple(told["tried"]),
+        )
+        log(f"form={order.out.stem} {outcome.describe()}")
+        if outcome.origin == "make" and (form.disk or form.store):
+            keeping = asyncio.create_task(self._keep(form, outcome.seconds), name=f"keep {order.out.stem}")
+            self._keeping.add(keeping)
+            keeping.add_done_callback(self._keeping.discard)
+        return outcome
+
+    async def _keep(self, form: FormOrder, make_s: float) -> None:
+        """Beside everything else, since nobody waits for it: a form that took long to make, kept where it is quicker
+        had."""
+        holder = f"keep-{secrets.token_hex(6)}"
+        if not self._pool.hold(form.pool_key, holder):
+            return
+        try:
+            arguments = [form.out, "--keep", str(make_s)]
+            told = await self._run(arguments, form.to_bytes(), lambda _: None, os.nice)
+            log(f"form={form.pool_key} kept={told['kept']}")
+        except (LoaderError, LoadError, OSError) as error:
+            log(f"form={form.pool_key} not kept: {error}")
+        finally:
+            self.release(holder)
+
+    def _form_order(self, order: LoadOrder) -> FormOrder:
+        return FormOrder(
+            manifest_path=str(order.manifest_path),
+            dtype=order.dtype,
+            out=str(order.out),
+            peers=order.peers,
+            pool_key=order.out.stem,
+            recycle=str(order.recycle or ""),
+            disk=str(self._tiers.disk or ""),
+            disk_bytes=self._tiers.disk_bytes,
+            store=self._tiers.store,
+        )
+
+    async def _run(
+        self,
+        arguments: Sequence[str],
+        said: bytes,
+        progress: ProgressCallback,
+        nice: Callable[[int], object] = lambda _: None,
+    ) -> dict[str, Any]:
+        """Runs the loading module to its end; gives its last word, or raises the error it told."""
+
+        agent = os.getpid()
+
+        def bind() -> None:
+            process.die_with_parent(agent)
+            nice(_KEEP_NICE)
+
+        loader = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "model_loader.forms.loading", *arguments),
+            stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=_MAX_LINE_BYTES,
-            preexec_fn=partial(process.die_with_parent, os.getpid()),
+            preexec_fn=bind,
         )
-        self._children.foreign.add(recipe.pid)
+        self._children.foreign.add(loader.pid)
         try:
-            error = await _follow(recipe, order.progress)
-            status = await recipe.wait()
+            if loader.stdin is not None:
+                loader.stdin.write(said)
+                loader.stdin.close()
+            told = await _follow(loader, progress)
+            status = await loader.wait()
         except BaseException:
-            if recipe.returncode is None:
-                recipe.kill()
-                await recipe.wait()
+            if loader.returncode is None:
+                loader.kill()
+                await loader.wait()
             raise
         finally:
-            self._children.foreign.discard(recipe.pid)
-        if error is not None:
-            raise error
-        if status != 0:
-            message = f"the preparation of {order.manifest_path} ended with status {status}; see the agent's log"
+            self._children.foreign.discard(loader.pid)
+        if status != 0 or told is None:
+            message = f"the load of {arguments[0]} ended with status {status}; see the agent's log"
             raise LoadError("prepare_failed", message, retry=True)
+        return told
 
 
-async def _follow(recipe: asyncio.subprocess.Process, progress: ProgressCallback) -> LoaderError | None:
-    """Passes progress on until the output ends; gives the error it reported."""
-    if recipe.stdout is None:
-        return None
+async def _follow(loader: asyncio.subprocess.Process, progress: ProgressCallback) -> dict[str, Any] | None:
+    """Passes progress on until the output ends; gives what it came to, or raises the error it reported."""
+    told: dict[str, Any] | None = None
     error: LoaderError | None = None
-    async for line in recipe.stdout:
-        event = json.loads(line)
-        if event["event"] == "progress":
-            progress(Progress(event["stage"], event["done_bytes"], event["total_bytes"]))
-        elif event["event"] == "error":
-            error = error_from_code(event["code"], event["message"])
-    return error
+    if loader.stdout is not None:
+        async for line in loader.stdout:
+            event = json.loads(line)
+            if event["event"] == "progress":
+                stage, path = event["stage"], event.get("path", "")
+                progress(Progress(stage, event["done_bytes"], event["total_bytes"], path))
+            elif event["event"] == "error":
+                error = error_from_code(event["code"], event["message"])
+            elif event["event"] == "done":
+                told = event
+    if error is not None:
+        await loader.wait()
+        raise error
+    return told

@@ -169,7 +169,7 @@ class Slot:
             return Checkpoint("", "none", 0)
         begin_ns = time.monotonic_ns()
         checkpoint = await self.pool.acquire(replica.spec)
-        replica.add_stage("prepare", begin_ns, nbytes=checkpoint.nbytes, tier=checkpoint.tier)
+        replica.add_stage("prepare", begin_ns, nbytes=checkpoint.nbytes, tier=checkpoint.tier, detail=checkpoint.detail)
         return checkpoint
 
     async def _specialise(self, replica: Replica, checkpoint: asyncio.Task[Checkpoint]) -> WorkerProcess:

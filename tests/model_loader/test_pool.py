@@ -14,13 +14,16 @@ from model_loader.errors import FormatError, IntegrityError, OutOfSpace
 from model_loader.importer import import_model
 from model_loader.llama_layout import prepared_bytes
 from model_loader.manifest import Manifest
-from model_loader.pool import LoadOrder, PeerAddress, WarmPool, pool_key
+from model_loader.pool import LoadOrder, LoadOutcome, WarmPool, pool_key
 from model_loader.pool_room import Room
 from model_loader.pool_state import TRANSITIONS, EntryState, IllegalTransition, transition
 from model_loader.prepared import PreparedFile
 from model_loader.progress import Progress
+from model_loader.ranges.peer import PeerAddress
 from model_loader.recipe import prepare
 from tests.support.checkpoints import make_tiny_llama
+
+OUTCOME = LoadOutcome("make", 1.0, {"disk": 1000}, chunks=1)
 
 
 class Preparing:
@@ -34,7 +37,7 @@ class Preparing:
         self.gate.set()
         self.started = asyncio.Event()
 
-    async def __call__(self, order: LoadOrder) -> None:
+    async def __call__(self, order: LoadOrder) -> LoadOutcome:
         self.calls += 1
         self.orders.append(order)
         self.started.set()
@@ -43,6 +46,7 @@ class Preparing:
             raise self.failure
         order.progress(Progress("prepare", 1, 2))
         await asyncio.to_thread(prepare, Manifest.load(order.manifest_path), order.dtype, order.out)
+        return OUTCOME
 
 
 @pytest.fixture
@@ -243,7 +247,7 @@ class Killed(Exception):
     pass
 
 
-async def run_recipe(order: LoadOrder) -> None:
+async def run_recipe(order: LoadOrder) -> LoadOutcome:
     where = (str(order.manifest_path), "--dtype", order.dtype, "--out", str(order.out))
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "model_loader.recipe", *where),
@@ -259,6 +263,7 @@ async def run_recipe(order: LoadOrder) -> None:
         raise Killed(f"signal {-(process.returncode or 0)}")
     event = json.loads(output.splitlines()[-2])
     order.progress(Progress(event["stage"], event["done_bytes"], event["total_bytes"]))
+    return OUTCOME
 
 
 async def test_the_recipe_runs_as_a_process_and_tells_its_progress(manifests: list[Manifest], tmp_path: Path) -> None:
