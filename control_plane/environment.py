@@ -38,6 +38,12 @@ def _count(text: str) -> int:
     return value
 
 
+def _switch(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError("0 or 1 is needed")
+    return text == "1"
+
+
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0 <= value < float("inf"):
@@ -73,6 +79,8 @@ ENVIRONMENT: Final[dict[str, tuple[str, str, Callable[[str], Any]] | None]] = {
     "STOKER_SLOTS": ("slot", "count", _count),
     "STOKER_WARM_WORKERS": ("slot", "warm_workers", _count),
     "STOKER_POOL_BYTES": ("slot", "pool_bytes", _count),
+    "STOKER_DISK_BYTES": ("slot", "disk_bytes", _count),
+    "STOKER_KEEP_FORMS": ("slot", "keep_forms", _switch),
     "STOKER_ORPHAN_S": ("slot", "orphan_s", _seconds),
     "STOKER_LOG_RETENTION_S": ("retention", "log_s", _seconds),
     "STOKER_STORE": ("store", "uri", store_uri),

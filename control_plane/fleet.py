@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -207,20 +207,24 @@ class Fleet:
             except SlotUnavailable as error:
                 logger.warning("event=warm_refused slot=%s error=%s", slot_id, error)
 
-    def _peers(self, slot_id: str, identity: str) -> tuple[Peer, ...]:
+    def _peers(self, slot_id: str, identity: str, just_warmed: Sequence[str] = ()) -> tuple[Peer, ...]:
         """Other slots whose pools have some form of a checkpoint, those with the fewest replicas first."""
         living = Counter(self.slot_of[status.replica_id] for status in self.living())
         holders = [
             other
             for other, state in self.slots.items()
-            if other != slot_id and any(e.identity == identity and e.state == "ready" for e in state.pool)
+            if other != slot_id
+            and (other in just_warmed or any(e.identity == identity and e.state == "ready" for e in state.pool))
         ]
         return self._backend.peers(sorted(holders, key=lambda other: living[other])[:PEERS]) if identity else ()
 
     async def warm_pool(self, manifest_path: str, identity: str, dtype: str) -> None:
+        warmed: list[str] = []
         for slot_id in list(self.slots):
             try:
-                await self._backend.warm_pool(slot_id, manifest_path, dtype, self._peers(slot_id, identity))
+                peers = self._peers(slot_id, identity, warmed)
+                await self._backend.warm_pool(slot_id, manifest_path, dtype, peers)
+                warmed.append(slot_id)
             except SlotUnavailable as error:
                 logger.warning("event=pool_warm_refused slot=%s error=%s", slot_id, error)
 

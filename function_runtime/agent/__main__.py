@@ -63,9 +63,7 @@ async def _run(arguments: argparse.Namespace, directory: Path) -> None:
         slot_id=arguments.slot_id,
         directory=directory,
         warm=arguments.warm,
-        open_pool=lambda children, changed: Pool(
-            arguments.pool_dir, arguments.pool_bytes, children, changed, tiers
-        ),
+        open_pool=lambda children, changed: Pool(arguments.pool_dir, arguments.pool_bytes, children, changed, tiers),
     )
     watch = Watch(slot, arguments.orphan_s)
     token = secrets.token_urlsafe(32)
