@@ -6,7 +6,7 @@ given as plain records (the real engine's have the same fields). Limits: KV trav
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -194,6 +194,10 @@ class EngineLike(Protocol):
     def step(self) -> StepLike: ...
     def export_kv(self, request_id: str, choice: int, start: int, end: int) -> memoryview:
         """A copy, contiguous, in the layout's order."""
+        ...
+
+    def while_waiting(self, call: Callable[[], None]) -> None:
+        """From now on a step that waits for weights still on their way calls this several times a second."""
         ...
 
     def kv_tail(self, request_id: str) -> Sequence[tuple[int, int, int]]:

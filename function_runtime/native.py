@@ -6,6 +6,7 @@ engine is built in the worker, after the fork.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Sequence
@@ -31,12 +32,12 @@ from function_runtime.kv.speeds import Measured
 from function_runtime.kv_service import KvService
 from function_runtime.protocol import ReplicaSpec, Work
 from function_runtime.serving import Serving
-from model_loader.errors import LoaderError
+from model_loader.errors import LoaderError, SourceMissing
 from model_loader.manifest import Manifest
 from model_loader.prepared import PreparedFile
 from model_loader.tokenizer import Tokenizer
 
-ENGINE_FORMAT: Final = "native-1"
+ENGINE_FORMAT: Final = "native-2"
 """Changes whenever the engine fills KV differently for the same tokens."""
 MIN_FREE_BYTES: Final = 128 * 1024 * 1024
 """Below this an engine is not even begun: its first step would bring the machine down."""
@@ -94,8 +95,17 @@ class NativeEngine:
     def cancel(self, request_id: str) -> bool:
         return self._engine.cancel(request_id)
 
+    def while_waiting(self, call: Callable[[], None]) -> None:
+        arrival = self._engine.model.arrival
+        if arrival is not None:
+            arrival.while_waiting = call
+
     def step(self) -> StepOutput:
-        return self._engine.step()
+        try:
+            return self._engine.step()
+        except LoaderError as error:
+            # The weights' own: a layer that was waited for will not come.
+            raise EngineFault(error.code, str(error), retry=error.retry) from error
 
     def export_kv(self, request_id: str, choice: int, start: int, end: int) -> memoryview:
         tensor = self._engine.export_kv(request_id, choice, start, end)
@@ -108,11 +118,19 @@ class NativeEngine:
 class MappedForm:
     """A prepared form with its pages in this process's page tables, as far as `populated_bytes`."""
 
-    def __init__(self, path: Path) -> None:
-        self.form = PreparedFile.open(path, verify=False)
-        found = path.stat()
+    def __init__(self, form: PreparedFile) -> None:
+        self.form = form
+        found = form.path.stat()
         self._file = (found.st_ino, found.st_size)
         self.populated_bytes = 0
+
+    @classmethod
+    def open(cls, path: Path, arriving: Path | None = None) -> MappedForm:
+        """`arriving`: the name it has until it is complete."""
+        if arriving is not None:
+            with contextlib.suppress(SourceMissing, OSError):
+                return cls(PreparedFile.open_arriving(arriving))
+        return cls(PreparedFile.open(path, verify=False))
 
     @property
     def is_current(self) -> bool:
@@ -137,6 +155,12 @@ class MappedForm:
             threading.Thread(target=self._populate_all, name="populate", daemon=True).start()
 
     def _populate_all(self) -> None:
+        try:
+            for group in range(len(self.form.groups)):
+                self.form.wait(group)
+        except LoaderError:
+            # Whoever computes hears of it.
+            return
         while self.populate_some():
             pass
 
@@ -160,7 +184,7 @@ class NativeBuilder:
             ahead = self._ahead.get(path)
             if ahead is None:
                 try:
-                    ahead = self._ahead[path] = MappedForm(path)
+                    ahead = self._ahead[path] = MappedForm.open(path)
                 except LoaderError:
                     # Gone meanwhile; the agent's next word will say so.
                     continue
@@ -182,20 +206,24 @@ class NativeBuilder:
             )
         self._tokenizer = Tokenizer.load(self._manifest.directory)
 
-    def build(self, spec: ReplicaSpec, prepared: Path | None, watch: Stopwatch) -> EngineLike:
+    def build(
+        self, spec: ReplicaSpec, prepared: Path | None, watch: Stopwatch, arriving: Path | None = None
+    ) -> EngineLike:
         manifest, tokenizer = self._manifest, self._tokenizer
         if prepared is None or manifest is None or tokenizer is None:
             raise LoadError("no_checkpoint", "this engine needs a prepared checkpoint", retry=False)
         with watch.run("map") as stage:
             mapped = self._ahead.pop(prepared, None)
             if mapped is None or not mapped.is_current:
-                mapped = MappedForm(prepared)
+                mapped = MappedForm.open(prepared, arriving)
             self._ahead.clear()
             form = mapped.form
             if form.identity != manifest.identity:
                 raise LoadError("identity_mismatch", f"{prepared} is of another checkpoint", retry=True)
             stage.nbytes, stage.tier = form.nbytes, "pool"
             stage.detail = f"mapped ahead: {mapped.populated_bytes} bytes"
+            if form.board is not None and not form.board.is_complete:
+                stage.detail = f"still arriving: {form.board.landed_bytes} bytes are here"
         with watch.run("build") as stage:
             try:
                 engine = Engine.load(form, manifest.config, tokenizer, manifest.eos_token_ids, spec.options)

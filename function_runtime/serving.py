@@ -10,6 +10,7 @@ Limits: a step is not interrupted, so a cancellation or a drain waits for the st
 from __future__ import annotations
 
 import hmac
+import select
 import selectors
 import signal
 import socket
@@ -99,6 +100,7 @@ class Serving:
         self._parking = Parking(inbox, kv, FLUSH_WITHIN_S)
         self._turn_ns = time.monotonic_ns()
         self.stages = Stopwatch()
+        engine.while_waiting(self._go_on_beating)
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
@@ -171,8 +173,10 @@ class Serving:
             step = self._engine.step()
         except Exception as error:
             now_ns = time.monotonic_ns()
+            known = error if isinstance(error, EngineFault) else None
+            why = known or EngineFault("engine_failed", f"the engine failed: {error}", retry=True)
             for held in self._held.live:
-                held.fail(now_ns, "engine_failed", f"the engine failed: {error}", retry=True)
+                held.fail(now_ns, why.code, why.message, retry=why.retry)
             self._links.linger()
             raise
         self._steps += 1
@@ -228,6 +232,17 @@ class Serving:
     def _living(self, request_id: str, epoch: int) -> HeldRequest | None:
         held = self._held.get(request_id)
         return held if held is not None and held.epoch == epoch and held.in_engine else None
+
+    def _go_on_beating(self) -> None:
+        """In the middle of a step that waits for weights. Bytes that come are progress, and the wait ends by itself
+        where none do. Nothing here may touch the engine."""
+        now_ns = time.monotonic_ns()
+        if now_ns - self._turn_ns < STOOD_STILL_NS:
+            self._turn_ns = now_ns
+        if select.select([self._agent.socket], [], [], 0)[0]:
+            for word in self._agent.receive():
+                self._obey(word)
+        self._beat()
 
     def _beat(self) -> None:
         now_ns = time.monotonic_ns()

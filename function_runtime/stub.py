@@ -88,6 +88,9 @@ class StubEngine:
     def cached_prefix(self, work: Work) -> int:
         return 0
 
+    def while_waiting(self, call: Callable[[], None]) -> None:
+        pass
+
     def cancel(self, request_id: str) -> bool:
         return self._requests.pop(request_id, None) is not None
 
@@ -145,7 +148,9 @@ class StubBuilder:
     def begin(self, spec: ReplicaSpec) -> None:
         pass
 
-    def build(self, spec: ReplicaSpec, prepared: Path | None, watch: Stopwatch) -> EngineLike:
+    def build(
+        self, spec: ReplicaSpec, prepared: Path | None, watch: Stopwatch, arriving: Path | None = None
+    ) -> EngineLike:
         with watch.run("build"):
             time.sleep(float(os.environ.get("STOKER_STUB_START_S", "0")))
             code = os.environ.get("STOKER_STUB_FAIL")

@@ -37,6 +37,8 @@ class Prepared(Word, frozen=True):
     """The checkpoint's prepared form; an empty path for engines that have no weights."""
 
     path: str
+    arriving: str = ""
+    """The name under which it can be mapped while it is incomplete; it has `path` once it is not."""
 
 
 class MapAhead(Word, frozen=True):

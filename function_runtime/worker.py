@@ -21,7 +21,7 @@ from typing import Final, NoReturn, Protocol
 from function_runtime.agent_channel import AgentChannel, AgentGone
 from function_runtime.clock import LifeClock, Stopwatch
 from function_runtime.engine_like import EngineLike
-from function_runtime.errors import SlotError
+from function_runtime.errors import EngineFault, SlotError
 from function_runtime.inbox import Inbox
 from function_runtime.kv_service import KvService
 from function_runtime.protocol import ReplicaSpec, StoreTotals
@@ -59,7 +59,12 @@ class EngineBuilder(Protocol):
         ...
 
     def begin(self, spec: ReplicaSpec) -> None: ...
-    def build(self, spec: ReplicaSpec, prepared: Path | None, watch: Stopwatch) -> EngineLike: ...
+    def build(
+        self, spec: ReplicaSpec, prepared: Path | None, watch: Stopwatch, arriving: Path | None = None
+    ) -> EngineLike:
+        """`arriving`: the name of the prepared form for as long as it is incomplete."""
+        ...
+
     def open_kv(
         self, spec: ReplicaSpec, engine: EngineLike, inbox: Inbox, serving: Callable[[], Serving]
     ) -> KvService | None: ...
@@ -134,7 +139,12 @@ def _live(channel: AgentChannel, builder: EngineBuilder) -> int:
             return EXIT_DRAINED
         if not isinstance(prepared, Prepared):
             raise SlotError("protocol", f"expected Prepared, got {type(prepared).__name__}", retry=True)
-        engine = builder.build(spec, Path(prepared.path) if prepared.path else None, watch)
+        engine = builder.build(
+            spec,
+            Path(prepared.path) if prepared.path else None,
+            watch,
+            Path(prepared.arriving) if prepared.arriving else None,
+        )
         with watch.run("listen"):
             listener = socket.create_server(("127.0.0.1", 0), backlog=128)
             serving: Serving | None = None
@@ -169,7 +179,13 @@ def _live(channel: AgentChannel, builder: EngineBuilder) -> int:
             max_context_tokens=engine.max_context_tokens,
         )
     )
-    serving.run()
+    try:
+        serving.run()
+    except EngineFault as fault:
+        # Its requests were told; the agent hears why the replica ends: weights that never came.
+        traceback.print_exc()
+        channel.say(_explain(fault))
+        return EXIT_FAILED
     if kv is not None:
         kv.close()
     totals = kv.store_totals() if kv is not None else StoreTotals()

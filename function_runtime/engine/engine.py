@@ -87,6 +87,7 @@ class Engine:
         self._pool = BlockPool(blocks)
         self._scheduler = Scheduler(self._pool, options.max_requests, options.step_tokens, options.prefix_cache)
         self._emitter = Emitter(tokenizer, eos_token_ids)
+        self.model = model
         self._runner = StepRunner(model, _attention(self._cache, config.num_heads, device), self._emitter, device)
         self._bounds = Bounds(config.vocab_size, self.max_context, blocks)
         self._guides = Guides(Grammars(tokenizer, config.vocab_size))
@@ -122,15 +123,17 @@ class Engine:
         eos_token_ids: tuple[int, ...],
         options: EngineOptions,
     ) -> Engine:
-        """Maps a prepared checkpoint and builds an engine on it. Sets torch's number of threads in this process."""
+        """Maps a prepared checkpoint, which may still be arriving, and builds an engine on it. Sets torch's number of
+        threads in this process."""
         device = torch.device(options.device)
         if device.type not in ("cpu", "cuda"):
             raise UnusableModel(f"device {options.device!r} is not computed on here (known: cpu, cuda)")
         keep_freed_memory()
         weights = map_weights(prepared, device)
         threads = options.threads or len(os.sched_getaffinity(0))
-        crew = hire(threads, weights["norm"].dtype, device)
-        return cls(Llama(config, weights, crew), tokenizer, eos_token_ids, options, device)
+        crew = hire(threads, weights.tensors["norm"].dtype, device)
+        model = Llama(config, weights.tensors, crew, weights.arrival)
+        return cls(model, tokenizer, eos_token_ids, options, device)
 
     # --- between steps --------------------------------------------------------------------------------------------
 
@@ -246,6 +249,7 @@ class Engine:
                     doubts = self.shadow.step()
             return StepOutput(finished=tuple(ended), failed=refused, doubts=doubts)
         begin_ns = time.monotonic_ns()
+        arrival = self.model.arrival
         self.shadow.make_way()
         with torch.inference_mode():
             self._receiver.receive(alone=len(self._requests) == 1)
@@ -269,7 +273,10 @@ class Engine:
         if not prefill and not decode:
             return output
         busy_us = (time.monotonic_ns() - begin_ns) // 1000
-        if gate is None:
+        if arrival is not None:
+            # Waiting for weights is a cold start's, and nobody's use of the device.
+            busy_us = max(0, busy_us - int(arrival.take_waited_s() * 1e6))
+        elif gate is None:
             self._measure(schedule, busy_us / 1e6)
         return replace(output, device_us=attribute(busy_us, prefill, decode), busy_us=busy_us)
 

@@ -1,8 +1,9 @@
 """One decoder for the Llama family: Llama 2 and 3, SmolLM2 and what else differs from them by configuration only.
 
 `forward` computes the rows of a step (any mixture of decode tokens and prefill chunks of any requests) and the logits
-of the rows asked for. Attention and the KV it needs are behind `Attention`, products behind `Matrix`. Limits: weights
-are used as they are mapped, in their own dtype; no tensor parallelism.
+of the rows asked for. Attention and the KV it needs are behind `Attention`, products behind `Matrix`; weights still on
+their way are waited for layer by layer. Limits: weights are used as they are mapped, in their own dtype; no tensor
+parallelism.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from function_runtime.engine.errors import UnusableModel
 from function_runtime.engine.matrix import Matrix
 from function_runtime.engine.models.norm import RmsNorm
 from function_runtime.engine.models.rope import Rotation, inverse_frequencies
+from function_runtime.engine.weights import Arrival
 from model_loader.manifest import ModelConfig
 
 
@@ -38,8 +40,12 @@ class Layer:
 
 
 class Llama:
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Tensor], crew: Crew | None) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: Mapping[str, Tensor], crew: Crew | None, arrival: Arrival | None = None
+    ) -> None:
         self.config = config
+        self.arrival = arrival
+        """What the weights wait for; None once they are all here."""
         heads, eps = config.num_heads + 2 * config.num_kv_heads, config.rms_norm_eps
         hidden, inner, wide = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
         take = _Taker(weights)
@@ -80,8 +86,13 @@ class Llama:
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_dim
         inner, count = config.intermediate_size, tokens.shape[0]
         rotate = Rotation(self.frequencies, positions, self.dtype)
+        arrival = self.arrival
+        if arrival is not None:
+            arrival.wait(0)
         x = self._embedding.index_select(0, tokens)
         for index, layer in enumerate(self.layers):
+            if arrival is not None:
+                arrival.wait(index + 1)
             h = layer.attn_norm(x)
             qkv = layer.qkv(h, layer.qkv_bias).view(count, heads + 2 * kv_heads, size)
             rotated = rotate(qkv[:, : heads + kv_heads])
@@ -94,6 +105,9 @@ class Llama:
             x = x + layer.down(F.silu(gate_up[:, :inner]) * gate_up[:, inner:], layer.down_bias)
         if logit_rows is None:
             return None
+        if arrival is not None:
+            arrival.wait(len(self.layers) + 1)
+            self.arrival = None
         return self.lm_head(self.norm(x.index_select(0, logit_rows))).to(torch.float32)
 
 

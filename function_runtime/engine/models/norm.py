@@ -20,11 +20,14 @@ class RmsNorm:
         size = weight.shape[0]
         self._weight = weight
         self._eps = eps
-        self._scaled = weight * math.sqrt(size)
+        self._scaled: Tensor | None = None
+        """Made at the first use: the weight may still be on its way."""
         self._floor = torch.tensor(math.sqrt(size * eps), dtype=weight.dtype, device=weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.dtype is not torch.float32:
             return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
+        if self._scaled is None:
+            self._scaled = self._weight * math.sqrt(self._weight.shape[0])
         length = torch.linalg.vector_norm(x, 2, -1, True)
         return torch.div(x, torch.hypot(length, self._floor)).mul_(self._scaled)
