@@ -1,80 +1,142 @@
 """Two thousand random faults over a mixed load, eight requests at a time, and what each property came to.
 
-`python -m tests.benchmarks.faults [--quick] [--faults N] [--seed S]`: the seed of a run gives its faults again, by
-what, whom and after how many tokens. Runs in rounds of `ROUND` faults, each with a service of its own, so that what a
-round leaves behind is seen, and a failing one is named by its own seed.
+`python -m tests.benchmarks.faults [--quick] [--faults N] [--seed S] [--site NAME] [--resume] [--keep FOLDER]`. Runs in
+rounds of `ROUND` faults, each with a service of its own: one gateway or two, SQLite or PostgreSQL, a folder or S3 in
+turn. A round's seed gives its faults again (`--seed ROUND_SEED --faults N`): by what, whom and after how many tokens,
+and on the same kind of service. The results are written after every round, whatever came of it; `--resume` goes on
+where they end. Limits: answers of undisturbed runs are made once, on the first service.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
+import shutil
 import tempfile
 import time
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from tests.benchmarks import report
-from tests.chaos.faults import ENVIRONMENT, Report, close_and_look, run_faults
-from tests.chaos.twins import collect_twins
-from tests.support.checkpoints import make_tiny_llama
-from tests.support.service import Service
+from tests.chaos.faults import SITES, Report, under_fire
+from tests.chaos.ground import Done
+from tests.chaos.site import missing
+from tests.chaos.telling import Alone
 
-ROUND = 100
+NAME: Final = "faults"
+ROUND: Final = 100
 FAULTS, QUICK_FAULTS = 2000, 60
-ENGINE = {"prefix_cache": False, "threads": 1}
-SHAPE = {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 2}
-NUMBERS = ("faults", "requests", "resumes", "exact_resumes", "destroyed", "misses_seen", "rounded", "orphans")
-PROPERTIES = ("lost", "doubled", "changed", "wrong_kv", "refused", "unaccounted", "left_behind")
+NUMBERS: Final = ("faults", "requests", "resumes", "exact_resumes", "destroyed", "misses_seen", "rounded", "orphans")
+PROPERTIES: Final = ("lost", "doubled", "changed", "wrong_kv", "refused", "unaccounted", "left_behind")
+TALLIES: Final = ("states", "hits", "asked", "took_s")
 
 
-def one_round(seed: int, faults: int) -> Report:
-    with (
-        tempfile.TemporaryDirectory(prefix="stoker-faults-") as folder,
-        Service(Path(folder) / "data", env=ENVIRONMENT) as service,
-    ):
-        checkpoint = make_tiny_llama(Path(folder) / "tiny", **SHAPE)
-        revision = make_tiny_llama(Path(folder) / "revision", seed=1, **SHAPE)
-        twins = collect_twins(service, checkpoint, revision, ENGINE, prompts=2)
-        scaling = {"keep_alive": 60, "max_replicas": 2, "target_concurrency": 4}
-        service.deploy("tiny", f"file://{checkpoint}", scaling=scaling, engine_options=ENGINE)
-        done = run_faults(service, "tiny", twins, seed=seed, faults=faults, max_tokens=96)
-        close_and_look(service, done)
-        return done
+def possible_sites() -> tuple[str, ...]:
+    """Of all kinds those that this machine can have."""
+    found = []
+    for name, built in SITES.items():
+        reason = missing(database=built.get("database", False), bucket=built.get("bucket", False))
+        if reason:
+            report.console.print(f"left out: {name}: {reason}")
+        else:
+            found.append(name)
+    return tuple(found)
 
 
-def run(faults: int, seed: int) -> dict[str, Any]:
-    totals: dict[str, Any] = {name: [] for name in PROPERTIES}
-    hits: dict[str, int] = {}
-    asked: dict[str, int] = {}
-    states: dict[str, int] = {}
-    numbers = dict.fromkeys(NUMBERS, 0)
+def one_round(kind: str, seed: int, faults: int, alone: Alone, keep: Path | None) -> dict[str, Any]:
+    """Never raises: a round that came to nothing says so. Where it found something its folder is kept in `keep`."""
+    folder, begin_s = Path(tempfile.mkdtemp(prefix="stoker-faults-")), time.monotonic()
+    done: list[Done] = []
+    try:
+        found = under_fire(folder, kind, seed=seed, faults=faults, prompts=2, alone=alone, on_done=done.append)
+    except Exception:
+        found = Report(seed, done)
+        found.verdict.lost.append(f"the round ended after {len(done)} faults: {traceback.format_exc()}")
+    told = as_row(kind, found) | {"seconds": round(time.monotonic() - begin_s, 1)}
+    if keep is not None and problems_of(told):
+        keep.mkdir(parents=True, exist_ok=True)
+        shutil.move(folder, keep / f"round-{seed}")
+        lines = [*map(str, found.faults), str(found), *found.verdict.problems]
+        (keep / f"round-{seed}.txt").write_text("\n".join(lines) + "\n")
+    shutil.rmtree(folder, ignore_errors=True)
+    return told
+
+
+def as_row(kind: str, found: Report) -> dict[str, Any]:
+    verdict = found.verdict
+    took_s: dict[str, float] = {}
+    for done in found.faults:
+        took_s[done.fault.name] = round(took_s.get(done.fault.name, 0.0) + done.took_s, 2)
+    numbers = {
+        "faults": sum(bool(fault.hit) for fault in found.faults),
+        "requests": len(found.tolds),
+        "resumes": verdict.resumes,
+        "exact_resumes": verdict.exact_resumes,
+        "destroyed": verdict.destroyed,
+        "misses_seen": verdict.misses_seen,
+        "rounded": len(verdict.rounded),
+        "orphans": found.orphans,
+    }
+    properties = {name: getattr(verdict, name) for name in PROPERTIES}
+    tallies = {"states": found.states, "hits": found.hits, "asked": found.asked, "took_s": took_s}
+    return {"seed": found.seed, "site": kind, **numbers, **tallies, **properties, "inexact": verdict.inexact}
+
+
+def problems_of(row: dict[str, Any]) -> int:
+    return sum(len(row[name]) for name in PROPERTIES)
+
+
+def total(seed: int, rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    whole: dict[str, Any] = {"seed": seed} | {name: sum(row[name] for row in rounds) for name in NUMBERS}
+    for tally in TALLIES:
+        whole[tally] = {}
+        for row in rounds:
+            for name, count in row[tally].items():
+                whole[tally][name] = round(whole[tally].get(name, 0) + count, 2)
+    whole["sites"] = {name: sum(row["faults"] for row in rounds if row["site"] == name) for name in SITES}
+    for name in (*PROPERTIES, "inexact"):
+        whole[name] = [f"seed {row['seed']} ({row['site']}): {text}" for row in rounds for text in row[name]]
+    return whole | {"seconds": round(sum(row["seconds"] for row in rounds), 1), "rounds": list(rounds)}
+
+
+def earlier(seed: int) -> tuple[int, list[dict[str, Any]]]:
+    """The rounds of the results there are, with their seed."""
+    path = report.RESULTS / f"{NAME}.json"
+    if not path.exists():
+        return seed, []
+    known = json.loads(path.read_text())
+    if seed and seed != known["seed"]:
+        raise SystemExit(f"{path} is of seed {known['seed']}, not {seed}")
+    return known["seed"], known["rounds"]
+
+
+def run(
+    faults: int, seed: int, sites: Sequence[str], rounds: list[dict[str, Any]], keep: Path | None
+) -> dict[str, Any]:
+    alone = Alone()
     for first in range(0, faults, ROUND):
-        round_seed, begin = seed + first // ROUND, time.monotonic()
-        done = one_round(round_seed, min(ROUND, faults - first))
-        verdict = done.verdict
-        for name in PROPERTIES:
-            totals[name] += [f"seed {round_seed}: {text}" for text in getattr(verdict, name)]
-        for into, of in ((hits, done.hits), (asked, done.asked), (states, done.states)):
-            for name, count in of.items():
-                into[name] = into.get(name, 0) + count
-        numbers["faults"] += sum(bool(fault.hit) for fault in done.faults)
-        numbers["requests"] += len(done.tolds)
-        for name in ("resumes", "exact_resumes", "destroyed", "misses_seen"):
-            numbers[name] += getattr(verdict, name)
-        numbers["rounded"] += len(verdict.rounded)
-        numbers["orphans"] += done.orphans
-        report.console.print(f"seed {round_seed}: {time.monotonic() - begin:.0f} s, {len(verdict.problems)} problems")
-    return {"seed": seed, **numbers, "states": states, "hits": hits, "asked": asked, **totals}
+        round_seed = seed + first // ROUND
+        if any(row["seed"] == round_seed for row in rounds):
+            continue
+        kind = sites[round_seed % len(sites)]
+        row = one_round(kind, round_seed, min(ROUND, faults - first), alone, keep)
+        rounds.append(row)
+        report.save(NAME, total(seed, rounds))
+        report.console.print(
+            f"seed {round_seed} ({kind}): {row['faults']} faults in {row['seconds']:.0f} s, {problems_of(row)} problems"
+        )
+    return total(seed, rounds)
 
 
 def show(found: dict[str, Any]) -> None:
-    report.table("Faults that hit something", ["fault", "times"], sorted(found["hits"].items()))
+    hits = [[name, count, found["took_s"].get(name, 0.0) / max(count, 1)] for name, count in found["hits"].items()]
+    report.table("Faults that hit something", ["fault", "times", "s each"], sorted(hits))
+    report.table("On", ["service", "faults"], found["sites"].items())
     report.table("Requests", ["kind", "asked"], sorted(found["asked"].items()))
-    rows = [
-        [name, found[name]]
-        for name in ("faults", "requests", "resumes", "exact_resumes", "destroyed", "misses_seen", "rounded")
-    ]
+    rows = [[name, found[name]] for name in NUMBERS if name != "orphans"]
     rows += [[name, len(found[name])] for name in PROPERTIES]
     report.table(f"Seed {found['seed']}", ["what", "count"], [*rows, ["orphan packs", found["orphans"]]])
     for name in PROPERTIES:
@@ -82,11 +144,15 @@ def show(found: dict[str, Any]) -> None:
             report.console.print(f"[red]{name}: {text}", markup=True, highlight=False)
 
 
-def main(quick: bool, faults: int = 0, seed: int = 0) -> bool:
+def main(
+    quick: bool, faults: int = 0, seed: int = 0, only: str = "", resume: bool = False, keep: Path | None = None
+) -> bool:
+    rounds: list[dict[str, Any]] = []
+    if resume:
+        seed, rounds = earlier(seed)
     seed = seed or random.SystemRandom().randrange(1, 2**31)
-    found = run(faults or (QUICK_FAULTS if quick else FAULTS), seed)
+    found = run(faults or (QUICK_FAULTS if quick else FAULTS), seed, [only] if only else possible_sites(), rounds, keep)
     show(found)
-    report.save("faults", found)
     share = found["exact_resumes"] / found["resumes"] if found["resumes"] else 0.0
     sound = report.verdict(
         "nothing lost, doubled, changed, refused without cause or left behind, no wrong KV used",
@@ -101,5 +167,8 @@ if __name__ == "__main__":
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--faults", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--site", choices=list(SITES), default="")
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--keep", type=Path)
     given = parser.parse_args()
-    raise SystemExit(not main(given.quick, given.faults, given.seed))
+    raise SystemExit(not main(given.quick, given.faults, given.seed, given.site, given.resume, given.keep))

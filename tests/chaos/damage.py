@@ -1,14 +1,14 @@
 """What can become of an object: gone, short, altered, its end zeroed, or another one under its name.
 
-`damage(path, how, draw, other)` does one of them to a file of the directory store, atomically for readers that have it
-open (a new file takes its place). Limits: what S3 would serve wrongly is the store's faulty proxy's business.
+`damage(objects, name, how, draw, other)` does one of them to an object of a store. Limits: what S3 would serve wrongly
+although it is there is the store's faulty proxy's business.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
+
+from tests.chaos.stored import Objects
 
 DAMAGES = ("deleted", "truncated", "flipped", "zero-tailed", "swapped")
 
@@ -26,21 +26,18 @@ class Spoiled:
         return self.after is None or self.after[wanted] != self.before[wanted]
 
 
-def damage(path: Path, how: str, draw: int, other: bytes = b"") -> Spoiled | None:
+def damage(objects: Objects, name: str, how: str, draw: int, other: bytes = b"") -> Spoiled | None:
     """None: there was nothing to damage (any more). `draw` picks the place; `other` is what a swap puts there."""
-    try:
-        content = path.read_bytes()
-    except OSError:
+    content = objects.get(name)
+    if content is None:
         return None
     if how == "deleted":
-        path.unlink(missing_ok=True)
+        objects.delete(name)
         return Spoiled(content, None)
     changed = _changed(content, how, draw, other)
     if changed == content:
         return None
-    beside = path.with_name(path.name + ".damaged")
-    beside.write_bytes(changed)
-    os.replace(beside, path)
+    objects.put(name, changed)
     return Spoiled(content, changed)
 
 

@@ -14,20 +14,37 @@ import contextlib
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
-from control_plane.client import Client, Endpoint
-from control_plane.resumption import ClientError
-from tests.chaos.books import Books
+from control_plane.client import Client
 from tests.chaos.checks import Verdict, check_accounts, check_answers, check_delivery, check_kv, check_resumes
-from tests.chaos.ground import Done, Ground, Servers, wait_until
-from tests.chaos.load import GIVE_UP_S, KINDS, PROMPTS, Answer, Ask, Kind, Progress, Teller, Told, counts, run_lanes
-from tests.chaos.schedule import LOCAL, SERVERS, schedule
-from tests.chaos.twins import TwinChunk
-from tests.support.service import Service
+from tests.chaos.ground import Done, Ground, wait_until
+from tests.chaos.load import KINDS, PROMPTS, Ask, Kind, Told, counts
+from tests.chaos.schedule import names_for, schedule
+from tests.chaos.site import Site, site
+from tests.chaos.telling import GIVE_UP_S, Alone, Progress, Teller, run_lanes
+from tests.chaos.twins import TwinChunk, collect_twins
+from tests.support.checkpoints import make_tiny_llama
 
 LANES = 8
+FUNCTION = "tiny"
+MAX_TOKENS = 96
+SHAPE = {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 2}
+SCALING = {"keep_alive": 60, "max_replicas": 2, "target_concurrency": 4}
+ENGINE = {"prefix_cache": False, "threads": 1}
+"""Without the prefix cache a repeated prompt is computed as the first time, so that equal means byte for byte."""
+SITES: dict[str, dict[str, Any]] = {
+    "one gateway": {},
+    "two gateways": {"gateways": 2},
+    "PostgreSQL and S3": {"database": True, "bucket": True},
+    "two gateways on PostgreSQL": {"gateways": 2, "database": True},
+    "two gateways on PostgreSQL and S3": {"gateways": 2, "database": True, "bucket": True},
+}
+"""What a service stands on."""
 ENVIRONMENT = {"STOKER_KV_LOAD": "always"}
 """A tiny model computes faster than any store reads: without this, stored KV would hardly ever be used."""
 
@@ -64,8 +81,31 @@ class Report:
         )
 
 
+def under_fire(
+    folder: Path,
+    kind: str,
+    *,
+    seed: int,
+    faults: int,
+    prompts: int = 1,
+    alone: Alone | None = None,
+    on_done: Callable[[Done], None] = lambda done: None,
+) -> Report:
+    """A service of one of `SITES`, made in `folder` and ended again. `prompts`: of how many there are twins."""
+    checkpoint = make_tiny_llama(folder / "tiny", **SHAPE)
+    revision = make_tiny_llama(folder / "revision", seed=1, **SHAPE)
+    with site(folder, env=ENVIRONMENT, **SITES[kind]) as place:
+        twins = collect_twins(place, checkpoint, revision, ENGINE, prompts)
+        place.deploy(FUNCTION, f"file://{checkpoint}", scaling=SCALING, engine_options=ENGINE)
+        report = run_faults(
+            place, FUNCTION, twins, seed=seed, faults=faults, max_tokens=MAX_TOKENS, alone=alone, on_done=on_done
+        )
+        close_and_look(place, report)
+    return report
+
+
 def run_faults(
-    service: Service,
+    place: Site,
     function: str,
     twins: Sequence[TwinChunk],
     *,
@@ -73,44 +113,47 @@ def run_faults(
     faults: int,
     max_tokens: int,
     kinds: tuple[Kind, ...] = KINDS,
-    servers: Servers | None = None,
+    alone: Alone | None = None,
     on_done: Callable[[Done], None] = lambda done: None,
 ) -> Report:
     """The whole of it, up to the function's end; `close_and_look` is for what the service leaves behind."""
     report, progress = Report(seed), Progress()
-    client = Client(lambda: Endpoint(service.url, service.key), give_up_s=GIVE_UP_S)
-    teller = Teller(client, function, max_tokens, progress)
+    teller = Teller(
+        lambda number: Client(place.places(number), give_up_s=GIVE_UP_S), function, max_tokens, progress, alone
+    )
     for kind in kinds:
         for prompt in range(len(PROMPTS) if kind.exact else 0):
             teller.undisturbed(kind, prompt)
-    ground = Ground(service, function, twins, progress, servers)
+    ground = Ground(place, function, twins, progress)
     over = threading.Event()
     threads, report.tolds = run_lanes(
         LANES, teller.tell, lambda number: Ask.drawn(seed, number, kinds, max_tokens), lambda: not over.is_set()
     )
     try:
-        for fault in schedule(seed, faults, SERVERS if servers else LOCAL):
+        for fault in schedule(seed, faults, names_for(place)):
             if not progress.wait(progress.tokens + fault.after_tokens, GIVE_UP_S):
                 report.verdict.lost.append(f"no client was given anything for {GIVE_UP_S:g} s before fault {fault}")
                 break
+            begin_s = time.monotonic()
             done = ground.hit(fault)
+            done.took_s = time.monotonic() - begin_s
             report.faults.append(done)
             on_done(done)
     finally:
         over.set()
     for thread in threads:
         thread.join(2 * GIVE_UP_S)
-    judge(report, teller, client, ground)
+    judge(report, teller, ground)
     return report
 
 
-def judge(report: Report, teller: Teller, client: Client, ground: Ground) -> None:
-    verdict, books, service = report.verdict, ground.books, ground.service
+def judge(report: Report, teller: Teller, ground: Ground) -> None:
+    verdict, books, place = report.verdict, ground.books, ground.place
     excused = {code for done in report.faults if done.hit for code in done.fault.kind.excuses}
     check_answers(
         report.tolds,
         lambda told: teller.undisturbed(told.ask.kind, told.ask.prompt),
-        lambda told: read_again(client, told),
+        teller.again,
         verdict,
         lambda told: gives_in_company(teller, told),
     )
@@ -125,21 +168,11 @@ def judge(report: Report, teller: Teller, client: Client, ground: Ground) -> Non
     damaged = [one for done in report.faults for one in done.damaged]
     check_kv(damaged, turns, verdict)
     check_resumes(turns, verdict)
-    service.call("DELETE", f"/api/v1/functions/{ground.function}")
-    service.wait_zero()
+    place.ask("DELETE", f"/api/v1/functions/{ground.function}")
+    if not wait_until(lambda: not place.replicas(), 60):
+        verdict.left_behind.append(f"replicas: {[row['replica_id'] for row in place.replicas()]}")
     wait_until(lambda: not books.rows("SELECT 1 FROM replica_accounts WHERE closed_us IS NULL"), 20)
     check_accounts(ends, books.log_faults(), books.ledger_faults(), verdict)
-
-
-def read_again(client: Client, told: Told) -> Answer | None:
-    """The request's log from its beginning, as a reader without a cursor gets it (usage where it was asked for)."""
-    repeated = Told.nothing(told.ask)
-    try:
-        for event in client.resume(told.ask.kind.path, told.request_id):
-            repeated.take(event)
-    except ClientError as error:
-        repeated.texts[0] = f"({error})"
-    return replace(repeated.answer, tokens=told.tokens)
 
 
 def gives_in_company(teller: Teller, told: Told) -> bool:
@@ -160,20 +193,15 @@ def gives_in_company(teller: Teller, told: Told) -> bool:
     return False
 
 
-def close_and_look(service: Service, report: Report) -> None:
+def close_and_look(place: Site, report: Report) -> None:
     """Ends the service as an operator does; what is left of it is a fault."""
     left = report.verdict.left_behind
-    command = [sys.executable, "-m", "control_plane.cli.main", "down", "--data-dir", str(service.data_dir)]
-    ended = subprocess.run(command, env=service.env, capture_output=True, text=True, timeout=60)
-    if ended.returncode:
-        left.append(f"stoker down ended with {ended.returncode}: {ended.stdout[-300:]}{ended.stderr[-300:]}")
-    wait_until(lambda: not service.family(), 10)
-    left += [f"process {process.pid}" for process in service.family()]
-    left += [f"shared memory {path}" for path in service.pool_directories()]
-    objects = service.data_dir / "objects"
-    if not (service.data_dir / "stoker.db").exists():
-        return
-    report.orphans = len(
-        {str(path.relative_to(objects)) for path in objects.glob("kv/packs/*/*")}
-        - Books(service.data_dir / "stoker.db").known_packs()
-    )
+    for service in place.gateways:
+        command = [sys.executable, "-m", "control_plane.cli.main", "down", "--data-dir", str(service.data_dir)]
+        ended = subprocess.run(command, env=service.env, capture_output=True, text=True, timeout=60)
+        if ended.returncode:
+            left.append(f"stoker down ended with {ended.returncode}: {ended.stdout[-300:]}{ended.stderr[-300:]}")
+        wait_until(lambda: not service.family(), 10)  # noqa: B023
+        left += [f"process {process.pid}" for process in service.family()]
+        left += [f"shared memory {path}" for path in service.pool_directories()]
+    report.orphans = len(set(place.objects.names("kv/packs/")) - place.books.known_packs())

@@ -10,6 +10,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from tests.chaos.site import Site
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +25,8 @@ class FaultKind:
     """Error codes that requests may end with because of it. None: every request is to complete."""
 
 
-FAULT_KINDS: tuple[FaultKind, ...] = (
+STORAGE: Final = frozenset({"storage_unavailable"})
+PROCESS_KINDS: tuple[FaultKind, ...] = (
     FaultKind("kill replica", 6),
     FaultKind("kill agent", 4),
     FaultKind("kill gateway", 4),
@@ -29,6 +34,8 @@ FAULT_KINDS: tuple[FaultKind, ...] = (
     FaultKind("stop replica", 2),
     FaultKind("stop agent", 2),
     FaultKind("stop gateway", 2),
+)
+OBJECT_KINDS: tuple[FaultKind, ...] = (
     FaultKind("object deleted", 3),
     FaultKind("object truncated", 3),
     FaultKind("object flipped", 3),
@@ -40,29 +47,48 @@ FAULT_KINDS: tuple[FaultKind, ...] = (
     FaultKind("record forged: tenant", 1),
     FaultKind("record forged: dtype", 1),
     FaultKind("record forged: revision", 1),
-    FaultKind("store gone", 2),
-    FaultKind("store full", 2),
-    FaultKind("database locked", 2, frozenset({"storage_unavailable"})),
-    FaultKind("database full", 2, frozenset({"storage_unavailable"})),
 )
-"""With SQLite and a directory."""
-SERVER_KINDS: tuple[FaultKind, ...] = (
-    FaultKind("database killed", 3, frozenset({"storage_unavailable"})),
-    FaultKind("database hung", 2, frozenset({"storage_unavailable"})),
+PAIR_KINDS: tuple[FaultKind, ...] = (
+    FaultKind("kill gateway until another took over", 3),
+    FaultKind("kill every gateway", 1),
+    FaultKind("stop gateway until another took over", 2),
+)
+"""With two gateways."""
+FOLDER_KINDS: tuple[FaultKind, ...] = (FaultKind("store gone", 2), FaultKind("store full", 2))
+SQLITE_KINDS: tuple[FaultKind, ...] = (
+    FaultKind("database locked", 2, STORAGE),
+    FaultKind("database full", 2, STORAGE),
+)
+POSTGRES_KINDS: tuple[FaultKind, ...] = (
+    FaultKind("database killed", 3, STORAGE),
+    FaultKind("database hung", 2, STORAGE),
+)
+BUCKET_KINDS: tuple[FaultKind, ...] = (
     FaultKind("store killed", 2),
+    FaultKind("store stopped", 2),
     FaultKind("store hung", 2),
     FaultKind("store slow", 2),
     FaultKind("store 503", 2),
     FaultKind("store reset", 2),
     FaultKind("store flips bits", 3),
 )
-"""With PostgreSQL and S3, beside the kinds that hit the service's own processes."""
-BY_NAME = {kind.name: kind for kind in (*FAULT_KINDS, *SERVER_KINDS)}
-LOCAL = tuple(kind.name for kind in FAULT_KINDS)
-SERVERS = (
-    *(name for name in LOCAL if name.startswith(("kill ", "stop "))),
-    *(kind.name for kind in SERVER_KINDS),
-)
+FAULT_KINDS = (
+    *PROCESS_KINDS, *OBJECT_KINDS, *PAIR_KINDS, *FOLDER_KINDS, *SQLITE_KINDS, *POSTGRES_KINDS, *BUCKET_KINDS
+)  # fmt: skip
+BY_NAME = {kind.name: kind for kind in FAULT_KINDS}
+LOCAL = tuple(kind.name for kind in (*PROCESS_KINDS, *OBJECT_KINDS, *FOLDER_KINDS, *SQLITE_KINDS))
+"""With one gateway, SQLite and a folder."""
+
+
+def names_for(place: Site) -> tuple[str, ...]:
+    """What can be done to a service that stands on this."""
+    kinds = [*PROCESS_KINDS, *OBJECT_KINDS]
+    kinds += PAIR_KINDS if len(place.gateways) > 1 else ()
+    kinds += FOLDER_KINDS if place.folder else ()
+    kinds += BUCKET_KINDS if place.bucket else ()
+    kinds += SQLITE_KINDS if place.sqlite else ()
+    kinds += POSTGRES_KINDS if place.postgres else ()
+    return tuple(kind.name for kind in kinds)
 
 
 @dataclass(frozen=True, slots=True)

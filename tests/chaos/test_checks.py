@@ -19,8 +19,10 @@ from tests.chaos.checks import (
     check_resumes,
 )
 from tests.chaos.damage import DAMAGES, damage
-from tests.chaos.load import KINDS, Answer, Ask, Told, first_difference, late_piece
-from tests.chaos.schedule import FAULT_KINDS, schedule
+from tests.chaos.load import KINDS, Answer, Ask, Told, first_difference
+from tests.chaos.schedule import LOCAL, schedule
+from tests.chaos.stored import FolderObjects
+from tests.chaos.telling import late_piece
 
 GREEDY = KINDS[0]
 WHOLE = Answer(("one two three",), 3, ("length",), ((-0.5, -1.0, -0.25),))
@@ -180,24 +182,24 @@ def test_a_seed_gives_the_same_faults_and_asks_again() -> None:
 
 
 def test_a_schedule_holds_every_kind_before_any_repeats() -> None:
-    names = [fault.name for fault in schedule(5, len(FAULT_KINDS) + 10)]
-    assert set(names[: len(FAULT_KINDS)]) == {kind.name for kind in FAULT_KINDS}
+    names = [fault.name for fault in schedule(5, len(LOCAL) + 10)]
+    assert set(names[: len(LOCAL)]) == set(LOCAL)
 
 
 @pytest.mark.parametrize("how", DAMAGES)
 def test_a_damaged_object_is_another(tmp_path: Path, how: str) -> None:
     path, content = tmp_path / "object", os.urandom(1000)
     path.write_bytes(content)
-    spoiled = damage(path, how, 123_456_789, b"another")
+    spoiled = damage(FolderObjects(tmp_path), "object", how, 123_456_789, b"another")
     assert spoiled is not None and spoiled.spoils(0, 1000)
     assert not path.exists() if how == "deleted" else path.read_bytes() != content
-    assert not damage(tmp_path / "missing", how, 1)
+    assert not damage(FolderObjects(tmp_path), "missing", how, 1)
 
 
 def test_a_cut_spoils_only_what_lies_behind_it(tmp_path: Path) -> None:
     path = tmp_path / "object"
     path.write_bytes(bytes(range(100)))
-    spoiled = damage(path, "truncated", 60)
+    spoiled = damage(FolderObjects(tmp_path), "object", "truncated", 60)
     assert spoiled is not None and not spoiled.spoils(0, 60) and spoiled.spoils(40, 21)
 
 

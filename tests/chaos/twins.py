@@ -6,7 +6,6 @@ request still runs. Limits: the beginning of one answer each; the twins are gone
 
 from __future__ import annotations
 
-import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +13,8 @@ from typing import Any
 
 from control_plane.client import Client, Endpoint
 from function_runtime.protocol import KvChunk
-from tests.chaos.books import Books
 from tests.chaos.load import COMPLETIONS, PROMPTS
-from tests.support.service import Service
+from tests.chaos.site import Site
 
 OTHERS = ("tenant", "dtype", "revision")
 TENANT = "rival"
@@ -33,9 +31,10 @@ class TwinChunk:
 
 
 def collect_twins(
-    service: Service, checkpoint: Path, other_revision: Path, engine_options: dict[str, Any], prompts: int
+    place: Site, checkpoint: Path, other_revision: Path, engine_options: dict[str, Any], prompts: int
 ) -> list[TwinChunk]:
     found: list[TwinChunk] = []
+    service = place.gateways[0]
     spec = {"scaling": {"keep_alive": 0}, "engine_options": engine_options}
     rival = service.call("POST", "/api/v1/keys", {"name": "rival", "role": "admin", "tenant": TENANT})["key"]
     for of, name, key, fields in (
@@ -49,25 +48,23 @@ def collect_twins(
         while client.request("GET", f"{path}/status").get("import", {}).get("state") != "ready":
             time.sleep(0.05)
         for prompt in range(prompts):
-            found.append(_first_chunk(service, client, of, name, prompt))
+            found.append(_first_chunk(place, client, of, name, prompt))
         client.request("DELETE", path, timeout_s=60)
     service.wait_zero()
     return found
 
 
-def _first_chunk(service: Service, client: Client, of: str, name: str, prompt: int) -> TwinChunk:
+def _first_chunk(place: Site, client: Client, of: str, name: str, prompt: int) -> TwinChunk:
     """The chunk that begins at 0, taken while the request it belongs to goes on; then its client leaves."""
-    books, objects = Books(service.data_dir / "stoker.db"), service.data_dir / "objects"
     body = {"model": name, "prompt": PROMPTS[prompt], "max_tokens": 4000, "temperature": 0, "ignore_eos": True}
     stream = client.stream(COMPLETIONS, body)
     events = iter(stream)
     try:
         for _ in events:
-            rows = books.rows("SELECT chunks FROM request_kv WHERE request_id = ?", (stream.request_id,))
+            rows = place.books.rows("SELECT chunks FROM request_kv WHERE request_id = ?", (stream.request_id,))
             for chunk in (chunk for (chunks,) in rows for chunk in _decoded(chunks)):
-                if chunk.start == 0:
-                    with contextlib.suppress(OSError):
-                        return TwinChunk(of, prompt, chunk, (objects / chunk.pack).read_bytes())
+                if chunk.start == 0 and (pack := place.objects.get(chunk.pack)) is not None:
+                    return TwinChunk(of, prompt, chunk, pack)
     finally:
         events.close()  # type: ignore[attr-defined]
         if stream.request_id:
