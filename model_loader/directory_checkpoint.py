@@ -22,6 +22,14 @@ from model_loader.manifest import TOKENIZER_NAME, SourceFile
 from model_loader.safetensors_format import INDEX_NAME, Ensure, find_files, read_safetensors
 
 TEMPLATE_NAME: Final = "chat_template.jinja"
+SETTINGS_NAMES: Final = (
+    "config.json",
+    "generation_config.json",
+    TOKENIZER_NAME,
+    "tokenizer_config.json",
+    TEMPLATE_NAME,
+)
+"""What is read of a directory beside its weights and their index."""
 _MAX_SETTINGS_BYTES: Final = 16 * 1024 * 1024
 _MAX_SETTINGS_VALUES: Final = 1_000_000
 _MAX_TOKENIZER_BYTES: Final = 128 * 1024 * 1024

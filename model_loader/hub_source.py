@@ -1,12 +1,14 @@
 """Models of the Hugging Face hub, through the user's own cache and credentials.
 
-What the cache holds completely is used without asking the hub; otherwise the missing files are fetched. Weights are
-stored by the hub under the SHA-256 of their content, and that is checked here: a cut or altered copy is fetched again,
-once. Limits: safetensors or one GGUF file; pickles are never fetched.
+What the cache holds completely is used without asking the hub; otherwise the missing files are fetched by the hub's own
+client, which goes on where it was interrupted. Weights are stored by the hub under the SHA-256 of their content, and
+that is checked here: a cut or altered copy is fetched again, once. Limits: safetensors or one GGUF file; pickles are
+never fetched.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import os
 import re
@@ -15,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
+from model_loader.directory_checkpoint import SETTINGS_NAMES
 from model_loader.errors import (
     FormatError,
     IntegrityError,
@@ -23,15 +26,15 @@ from model_loader.errors import (
     SourceRefused,
     SourceUnavailable,
 )
+from model_loader.licence import CARD_NAME
+from model_loader.pickles import directory_conversion, is_pickle
 from model_loader.progress import Progress, Reporter
-from model_loader.safetensors_format import find_files
+from model_loader.room import require_disk
+from model_loader.safetensors_format import INDEX_NAME, find_files
 from model_loader.sources import ModelUri, ResolvedModel, resolve_path
 
 ProgressCallback = Callable[[Progress], None]
-_PATTERNS: Final = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-    "*.safetensors", "model.safetensors.index.json", "README.md",
-)  # fmt: skip
+_PATTERNS: Final = (*SETTINGS_NAMES, "*.safetensors", INDEX_NAME, CARD_NAME)
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _PIECE_BYTES: Final = 1024 * 1024
 
@@ -85,6 +88,7 @@ def _fetch(uri: ModelUri, progress: ProgressCallback | None) -> Path:
     if progress is not None:
         progress(Progress("download", 0, 0))
     try:
+        _check_needs(uri)
         return _snapshot(uri)
     except errors.GatedRepoError as error:
         raise SourceRefused(f"{uri.text}: access is gated; accept its terms and log in to the hub") from error
@@ -94,6 +98,26 @@ def _fetch(uri: ModelUri, progress: ProgressCallback | None) -> Path:
         raise SourceRefused(f"{uri.text}: the hub does not accept that name") from error
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, OSError, RuntimeError) as error:
         raise SourceUnavailable(f"{uri.text}: the hub could not be reached: {error}") from error
+
+
+def _check_needs(uri: ModelUri) -> None:
+    """What the repository holds, before any of it is fetched: weights that are no pickles, and room for them."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    found = huggingface_hub.HfApi().model_info(uri.name, revision=uri.version, files_metadata=True)
+    sizes = {str(each.rfilename): int(each.size or 0) for each in found.siblings or ()}
+    patterns = (uri.file,) if uri.file else _PATTERNS
+    wanted = {name: size for name, size in sizes.items() if any(fnmatch.fnmatchcase(name, p) for p in patterns)}
+    if not any(name.endswith((".safetensors", ".gguf")) for name in wanted):
+        pickles = sorted(name for name in sizes if is_pickle(name))
+        if pickles:
+            raise SourceRefused(
+                f"{uri.text}: {pickles[0]} is a pickle, which can run code when it is read, and there are no "
+                f"safetensors: convert the model where you trust it, and import the result: "
+                f"{directory_conversion(uri.name)}"
+            )
+    require_disk(Path(constants.HF_HUB_CACHE), sum(wanted.values()), uri.text)
 
 
 def _checked(uri: ModelUri, folder: Path, progress: ProgressCallback | None) -> ResolvedModel:

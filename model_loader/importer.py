@@ -11,8 +11,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,8 +36,9 @@ from model_loader.manifest import (
     chunks_path,
     write_atomically,
 )
+from model_loader.partial_file import landed_chunks_path
 from model_loader.progress import Progress, Reporter, run_reporting
-from model_loader.sources import ResolvedModel, check_allowed, resolve
+from model_loader.sources import ModelUri, ResolvedModel, check_allowed, resolve
 from model_loader.vocabulary import VOCABULARY_NAME, Vocabulary
 
 _RECORD_VERSION: Final = 2
@@ -54,8 +57,9 @@ def import_model(
     record_path = models_dir / "imports" / f"{hashlib.sha256(uri.encode()).hexdigest()[:32]}.json"
     try:
         record_path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(record_path.with_suffix(".lock")):
-            known = _recorded(record_path, uri, models_dir)
+        waiting = None if progress is None else partial(progress, Progress("waiting", 0, 0))
+        with locked(record_path.with_suffix(".lock"), waiting):
+            known = _recorded(record_path, uri, models_dir, progress)
             if known is not None:
                 return known
             return _import(uri, models_dir, record_path, allow, progress)
@@ -82,9 +86,23 @@ def _import(
     uri: str, models_dir: Path, record_path: Path, allow: tuple[str, ...], progress: ProgressCallback | None
 ) -> Manifest:
     resolved = resolve(uri, models_dir / "sources", allow, progress)
+    try:
+        return _import_files(uri, resolved, models_dir, record_path, progress)
+    except LoaderError as error:
+        if resolved.kept is not None and not error.retry:
+            # Fetched, and no model: kept, it would be refused again without being looked for anew.
+            shutil.rmtree(resolved.kept, ignore_errors=True)
+        raise
+
+
+def _import_files(
+    uri: str, resolved: ResolvedModel, models_dir: Path, record_path: Path, progress: ProgressCallback | None
+) -> Manifest:
     description = _describe(resolved)
     vocabulary = _check_texts(description, uri)
     digests = _digest(description, progress)
+    if resolved.kept is not None:
+        _check_landed(resolved, digests)
     tensors = tuple(
         replace(entry, sha256=digests[entry.file].tensors[entry.name].sha256) for entry in description.tensors
     )
@@ -135,6 +153,7 @@ def _import(
         "version": _RECORD_VERSION,
         "uri": uri,
         "identity": identity,
+        "stamp": resolved.stamp,
         "files": [asdict(file) for file in description.read_files],
     }
     write_atomically(record_path, json.dumps(record).encode())
@@ -176,7 +195,19 @@ def _digest(description: Description, progress: ProgressCallback | None) -> list
     return digests
 
 
-def _recorded(record_path: Path, uri: str, models_dir: Path) -> Manifest | None:
+def _check_landed(resolved: ResolvedModel, digests: list[FileDigests]) -> None:
+    """What was fetched and kept must still be what came over the wire."""
+    for path, each in zip(resolved.files, digests, strict=True):
+        try:
+            landed = landed_chunks_path(path).read_bytes()
+        except OSError:
+            landed = b""
+        if landed != each.chunks.to_bytes():
+            shutil.rmtree(resolved.kept or path.parent, ignore_errors=True)
+            raise SourceUnavailable(f"{path} is not what was fetched from {resolved.uri}; it was removed: try again")
+
+
+def _recorded(record_path: Path, uri: str, models_dir: Path, progress: ProgressCallback | None) -> Manifest | None:
     """The earlier import of the same URI, if nothing it read has changed and what it wrote is still good."""
     try:
         record: dict[str, Any] = json.loads(record_path.read_bytes())
@@ -189,9 +220,25 @@ def _recorded(record_path: Path, uri: str, models_dir: Path) -> Manifest | None:
             return None
         manifest.chunk_lists()
         texts = (manifest.directory / TOKENIZER_NAME, manifest.directory / VOCABULARY_NAME)
-        return manifest if manifest.contents and all(path.exists() for path in texts) else None
+        if not manifest.contents or not all(path.exists() for path in texts):
+            return None
+        return manifest if _is_current(uri, record["stamp"], progress) else None
     except (OSError, ValueError, KeyError, TypeError, FormatError, LoaderError):
         return None
+
+
+def _is_current(uri: str, stamp: str, progress: ProgressCallback | None) -> bool:
+    """Whether the store still holds what was fetched. A store that cannot be asked changes nothing."""
+    if not stamp:
+        return True
+    from model_loader.store_source import current_stamp
+
+    if progress is not None:
+        progress(Progress("check", 0, 0))
+    try:
+        return current_stamp(ModelUri.parse(uri)) == stamp
+    except LoaderError as error:
+        return error.retry
 
 
 def main(arguments: list[str] | None = None) -> int:

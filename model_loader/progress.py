@@ -23,7 +23,7 @@ MIN_INTERVAL_S: Final = 0.05
 @dataclass(frozen=True, slots=True)
 class Progress:
     stage: str
-    """resolve | download | extract | read | arriving | prepare | verify"""
+    """resolve | check | waiting | download | fetch | extract | read | arriving | prepare | verify"""
     done_bytes: int
     total_bytes: int
     """0 where it is not known."""
@@ -35,7 +35,7 @@ class Reporter:
     """Counts bytes from any thread and reports now and then."""
 
     def __init__(self, stage: str, total_bytes: int, report: Callable[[Progress], None] | None) -> None:
-        self._stage, self._total_bytes, self._report = stage, total_bytes, report
+        self._stage, self.total_bytes, self._report = stage, total_bytes, report
         self._done_bytes = 0
         self._last_s = 0.0
         self._lock = threading.Lock()
@@ -48,11 +48,11 @@ class Reporter:
             now_s = time.monotonic()
             if now_s - self._last_s >= MIN_INTERVAL_S:
                 self._last_s = now_s
-                self._report(Progress(self._stage, self._done_bytes, self._total_bytes))
+                self._report(Progress(self._stage, self._done_bytes, self.total_bytes))
 
     def finish(self) -> None:
         if self._report is not None:
-            self._report(Progress(self._stage, self._done_bytes, self._total_bytes))
+            self._report(Progress(self._stage, self._done_bytes, self.total_bytes))
 
 
 def run_reporting(work: Callable[[Callable[[Progress], None]], Mapping[str, object]]) -> int:

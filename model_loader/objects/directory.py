@@ -228,7 +228,8 @@ class DirectoryStore:
             elif key.startswith(prefix):
                 with contextlib.suppress(FileNotFoundError):
                     found_now = entry.stat()
-                    yield ObjectInfo(key, found_now.st_size, found_now.st_mtime)
+                    version = f"{found_now.st_ino}-{found_now.st_mtime_ns}"
+                    yield ObjectInfo(key, found_now.st_size, found_now.st_mtime, version)
 
     def _remove_abandoned(self) -> None:
         before_s = time.time() - _ABANDONED_AFTER_S

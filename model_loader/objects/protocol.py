@@ -29,6 +29,9 @@ class ObjectInfo:
     nbytes: int
     modified_s: float = field(default=0.0, compare=False)
     """When it was written, by the store's clock (seconds since 1970)."""
+    version: str = field(default="", compare=False)
+    """Differs when the object was written again, however like it the new one is in size and time: an ETag, or a file's
+    inode and time in nanoseconds."""
 
 
 class ObjectStore(Protocol):

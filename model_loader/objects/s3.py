@@ -171,7 +171,8 @@ class S3Store:
             for item in page.get("Contents", ()):
                 key = str(item["Key"])[len(root) :]
                 if _is_key(key):
-                    yield ObjectInfo(key, int(item["Size"]), item["LastModified"].timestamp())
+                    modified_s = item["LastModified"].timestamp()
+                    yield ObjectInfo(key, int(item["Size"]), modified_s, str(item.get("ETag", "")))
             if not page.get("IsTruncated") or not page.get("NextContinuationToken"):
                 return
             more = {"ContinuationToken": page["NextContinuationToken"]}

@@ -1,9 +1,17 @@
 import hashlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from model_loader.errors import IntegrityError, LoaderError, SourceMissing, SourceUnavailable
+from model_loader.errors import (
+    IntegrityError,
+    LoaderError,
+    OutOfSpace,
+    SourceMissing,
+    SourceRefused,
+    SourceUnavailable,
+)
 from model_loader.sources import resolve
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -56,3 +64,39 @@ def test_an_incomplete_cache_asks_the_hub(cached: Path, tmp_path: Path) -> None:
 def test_an_unknown_repository_cannot_be_reached_offline(cached: Path, tmp_path: Path) -> None:
     with pytest.raises(SourceUnavailable, match="could not be reached"):
         resolve("hf://org/other", tmp_path / "sources")
+
+
+class Listed:
+    """A repository as the hub's API tells of it."""
+
+    def __init__(self, **sizes: int) -> None:
+        self.siblings = [SimpleNamespace(rfilename=name.replace("_", "."), size=size) for name, size in sizes.items()]
+
+    def model_info(self, *_: object, **__: object) -> "Listed":
+        return self
+
+
+def test_a_repository_of_pickles_is_refused_before_anything_is_fetched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub, "HfApi", lambda: Listed(config_json=100, weights_bin=10**12))
+    monkeypatch.setattr(hub, "snapshot_download", refuse_to_fetch)
+    with pytest.raises(SourceRefused, match=r"weights\.bin is a pickle.*save_pretrained.* org/pickled "):
+        resolve("hf://org/pickled", tmp_path / "sources")
+
+
+def test_a_repository_that_does_not_fit_the_disk_is_refused_before_anything_is_fetched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub, "HfApi", lambda: Listed(config_json=100, model_safetensors=10**17, weights_bin=1))
+    monkeypatch.setattr(hub, "snapshot_download", refuse_to_fetch)
+    with pytest.raises(OutOfSpace, match=f"hf://org/large needs {10**17 + 100} bytes of disk"):
+        resolve("hf://org/large", tmp_path / "sources")
+
+
+def refuse_to_fetch(*_: object, local_files_only: bool = False, **__: object) -> str:
+    if not local_files_only:
+        pytest.fail("fetched")
+    raise OSError("not in the cache")

