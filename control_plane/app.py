@@ -59,6 +59,7 @@ from control_plane.serving import Serving
 from control_plane.settings import Settings
 from control_plane.slot_table import SlotTable
 from control_plane.tenants import Keys
+from control_plane.traces import open_traces
 from control_plane.upkeep import Upkeep
 
 logger = logging.getLogger(__name__)
@@ -117,6 +118,9 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
     demand = Demand(dispatcher.lanes, gateways)
     sender = DemandSender(demand, gateways, peers)
     loop = ControlLoop(settings, functions, serving, dispatcher, fleet, seating, decisions, gateways, demand, sender)
+    traces = open_traces(os.environ)
+    if traces is not None:
+        fleet.watchers.append(traces.replica_changed)
     loop.on_new_agent = importing.slot_appeared
     drains = Drains(db)
     loop.parking = Parking(drains, dispatcher, fleet, seating, decisions)
@@ -149,6 +153,7 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
         kv_desk=kv_desk,
         kv_collection=kv_collection,
         store=store,
+        traces=traces,
     )
     _connect_gateways(context)
     return context
@@ -238,6 +243,8 @@ async def close_context(context: AppContext) -> None:
         logger.warning("event=lease_not_released error=%s", error)
     await context.peers.close()
     await context.db.close()
+    if context.traces is not None:
+        await asyncio.to_thread(context.traces.close)
 
 
 def reachable(host: str) -> str:

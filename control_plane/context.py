@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from control_plane.serving import Serving
     from control_plane.settings import Settings
     from control_plane.tenants import Keys
+    from control_plane.traces import Traces
 
 
 def new_gateway_id() -> str:
@@ -69,6 +70,7 @@ class AppContext:
     kv_desk: KvDesk
     kv_collection: KvCollection
     store: StoreWatch
+    traces: Traces | None = None
     draining: bool = False
     """No new requests any more: the process is going down."""
     ready: bool = False

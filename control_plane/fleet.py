@@ -66,6 +66,8 @@ class Fleet:
         """Slots whose agents are in sight now."""
         self.on_replica: Callable[[ReplicaStatus, ReplicaStatus | None], None] = lambda status, before: None
         """Told of every change: the new status and the one before."""
+        self.watchers: list[Callable[[ReplicaStatus, ReplicaStatus | None], None]] = []
+        """Told likewise, before."""
         self.on_slot: Callable[[str, bool], None] = lambda slot_id, anew: None
         """Told when a slot came into sight (`anew`: under another agent) or went out of it."""
         self.is_closed: Callable[[str], bool] = lambda slot_id: False
@@ -298,6 +300,8 @@ class Fleet:
             self._close(status)
         elif status.state is ReplicaState.READY and (before is None or before.state is not ReplicaState.READY):
             self.spawn(self._open(status))
+        for watch in self.watchers:
+            watch(status, before)
         self.on_replica(status, before)
 
     def _close(self, status: ReplicaStatus) -> None:

@@ -6,39 +6,18 @@ request metrics follow vLLM's where it has one. Limits: labels are function and 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
+from control_plane.histogram import Histogram
 from control_plane.live_request import LiveRequest
 from control_plane.records import RequestState
+from control_plane.start_meter import StartMeter
 from control_plane.store_meter import StoreMeter
 
 if TYPE_CHECKING:
     from control_plane.context import AppContext
-
-SECONDS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-
-
-class Histogram:
-    __slots__ = ("counts", "total")
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(SECONDS) + 1)
-        self.total = 0.0
-
-    def observe(self, seconds: float) -> None:
-        self.counts[bisect_left(SECONDS, seconds)] += 1
-        self.total += seconds
-
-    def buckets(self) -> list[tuple[str, float]]:
-        found: list[tuple[str, float]] = []
-        running = 0
-        for bound, count in zip((*map(str, SECONDS), "+Inf"), self.counts, strict=True):
-            running += count
-            found.append((bound, float(running)))
-        return found
 
 
 class Metrics:
@@ -50,6 +29,7 @@ class Metrics:
         self.lost_attempts: defaultdict[str, int] = defaultdict(int)
         self.duration_s: defaultdict[str, Histogram] = defaultdict(Histogram)
         self.store_meter = StoreMeter()
+        self.start_meter = StartMeter()
         self.queue_s: defaultdict[str, Histogram] = defaultdict(Histogram)
         self.first_token_s: defaultdict[str, Histogram] = defaultdict(Histogram)
 
@@ -131,6 +111,7 @@ class _Collector:
             workers.add_metric([slot_id], slot.warm_workers)
         yield workers
         yield from metrics.store_meter.families(context)
+        yield from metrics.start_meter.families(context)
         gateways = context.gateways
         yield GaugeMetricFamily("stoker_gateways", "Living gateways, this one too", value=len(gateways.peers) + 1)
         yield GaugeMetricFamily("stoker_gateway_leads", "1 where the control loop decides", value=int(gateways.leads))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from function_runtime.protocol import Peer, PoolEntry, ReplicaSpec
+from function_runtime.protocol import LoadTotals, Peer, PoolEntry, ReplicaSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,8 @@ class Checkpoint:
 class Checkpoints(Protocol):
     budget_bytes: int
 
+    @property
+    def loads(self) -> LoadTotals: ...
     async def open(self) -> None: ...
     async def acquire(self, spec: ReplicaSpec) -> Checkpoint: ...
     async def warm(self, manifest_path: str, dtype: str, peers: Sequence[Peer] = ()) -> Checkpoint: ...

@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from function_runtime import process
 from function_runtime.agent.checkpoints import Checkpoint
 from function_runtime.agent.children import Children
 from function_runtime.errors import LoadError, PoolEntryInUse, PoolEntryUnknown
-from function_runtime.protocol import Peer, PoolEntry, ReplicaSpec
+from function_runtime.protocol import LoadTotals, Peer, PoolEntry, ReplicaSpec
 from model_loader.errors import LoaderError, error_from_code
 from model_loader.forms.order import FormOrder
 from model_loader.manifest import Manifest
@@ -75,6 +77,7 @@ class Pool:
         self._children = children
         self._tiers = tiers
         self._keeping: set[asyncio.Task[None]] = set()
+        self.loads = LoadTotals()
         self._on_change = on_change
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.budget_bytes = budget_bytes or default_budget(directory)
@@ -168,7 +171,11 @@ class Pool:
     async def _run_load(self, order: LoadOrder) -> LoadOutcome:
         """One load as a process of its own, so that its memory goes with it and its threads are nobody's."""
         form = self._form_order(order)
-        told = await self._run([str(order.out)], form.to_bytes(), order.progress)
+        try:
+            told = await self._run([str(order.out)], form.to_bytes(), order.progress)
+        except (LoaderError, LoadError):
+            self.loads = msgspec.structs.replace(self.loads, failures=self.loads.failures + 1)
+            raise
         outcome = LoadOutcome(
             origin=str(told["origin"]),
             seconds=float(told["seconds"]),
@@ -179,6 +186,7 @@ class Pool:
             tried=tuple(told["tried"]),
         )
         log(f"form={order.out.stem} {outcome.describe()}")
+        self.loads = _added(self.loads, outcome)
         if outcome.origin == "make" and (form.disk or form.store):
             keeping = asyncio.create_task(self._keep(form, outcome.seconds), name=f"keep {order.out.stem}")
             self._keeping.add(keeping)
@@ -253,6 +261,21 @@ class Pool:
             message = f"the load of {arguments[0]} ended with status {status}; see the agent's log"
             raise LoadError("prepare_failed", message, retry=True)
         return told
+
+
+def _added(totals: LoadTotals, outcome: LoadOutcome) -> LoadTotals:
+    read_bytes = dict(totals.read_bytes)
+    for tier, nbytes in outcome.read_bytes.items():
+        read_bytes[tier] = read_bytes.get(tier, 0) + nbytes
+    return LoadTotals(
+        by_origin={**totals.by_origin, outcome.origin: totals.by_origin.get(outcome.origin, 0) + 1},
+        read_bytes=read_bytes,
+        seconds=totals.seconds + outcome.seconds,
+        chunks=totals.chunks + outcome.chunks,
+        bad_chunks=totals.bad_chunks + outcome.bad_chunks,
+        retries=totals.retries + outcome.retries,
+        failures=totals.failures,
+    )
 
 
 async def _follow(loader: asyncio.subprocess.Process, progress: ProgressCallback) -> dict[str, Any] | None:

@@ -288,6 +288,7 @@ class Slot:
             memory_baseline_bytes=self.baseline.bytes,
             memory_used_bytes=self.memory_used_bytes,
             template_import_us=self.workers.template.import_us,
+            loads=self.pool.loads,
         )
 
     def _replica_changed(self, replica: Replica) -> None:

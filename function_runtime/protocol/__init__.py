@@ -54,6 +54,7 @@ from function_runtime.protocol.request import (
 from function_runtime.protocol.slots import (
     AgentInfo,
     EngineOptions,
+    LoadTotals,
     Peer,
     PoolEntry,
     ReplicaError,
@@ -94,6 +95,7 @@ __all__ = [
     "KvKept",
     "KvKnown",
     "KvSealed",
+    "LoadTotals",
     "Message",
     "Park",
     "Parked",

@@ -169,6 +169,21 @@ class PoolEntry(Value, frozen=True):
     """Of being wanted within the forecast's horizon; None: no forecast holds."""
 
 
+class LoadTotals(Value, frozen=True):
+    """Of an agent since its start: how prepared forms came into its pool."""
+
+    by_origin: dict[str, int] = msgspec.field(default_factory=dict)
+    """Loads by origin: make | disk | peer | store."""
+    read_bytes: dict[str, int] = msgspec.field(default_factory=dict)
+    """By tier."""
+    seconds: float = 0.0
+    chunks: int = 0
+    """Verified."""
+    bad_chunks: int = 0
+    retries: int = 0
+    failures: int = 0
+
+
 class SlotState(Value, frozen=True):
     slot_id: str
     agent_pid: int
@@ -184,6 +199,7 @@ class SlotState(Value, frozen=True):
     memory_baseline_bytes: int = 0
     memory_used_bytes: int = 0
     template_import_us: int = 0
+    loads: LoadTotals = msgspec.field(default_factory=LoadTotals)
 
 
 class SlotEvent(Value, frozen=True):
