@@ -55,7 +55,8 @@ class Commits:
             request.attempt_first = now_ns
         request.last_token_ns = now_ns
         if message.prefill_ends and not request.prefill_ends:
-            request.prefill_ends = request.pending_ends = message.prefill_ends
+            request.prefill_ends, request.prefix_passes = message.prefill_ends, message.prefix_passes
+            request.pending_ends = (message.prefill_ends, message.prefix_passes)
         if not events:
             return
         request.received += len(events)
@@ -94,7 +95,7 @@ class Commits:
         request: LiveRequest,
         epoch: int,
         events: list[TokenEvent],
-        ends: tuple[int, ...] | None,
+        ends: tuple[tuple[int, ...], tuple[int, ...]] | None,
         since_s: float,
         retry: Retry | None = None,
     ) -> None:
@@ -107,7 +108,7 @@ class Commits:
                 len(events),
                 request.device,
                 request.cached_tokens,
-                ends,
+                *(ends or ((), ())),
             )
         )
         self._tasks.add(future)

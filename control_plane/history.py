@@ -17,7 +17,7 @@ import msgspec
 from control_plane import statements as sql
 from control_plane.database import Connection, Database
 from control_plane.errors import Damaged, KeyDeleted, Unprocessable
-from control_plane.records import Attempt, Outcome, RequestRecord, RequestState
+from control_plane.records import Attempt, Outcome, RequestRecord, RequestState, unpack_numbers
 from control_plane.sealing import RequestSeal, TenantKeys
 from function_runtime.protocol import DeviceTime, KvChunk, TokenEvent
 
@@ -141,13 +141,13 @@ class History:
         return [(str(request_id), int(epoch)) for request_id, epoch in rows]
 
     async def kv(self, request_id: str) -> list[KvChunk]:
-        """What a resume may load; of a range that was written twice, the later one."""
+        """What a resume may load; of a range that was written twice in the same way, the later one."""
         values = {"id": request_id}
         rows = await self._database.read(lambda connection: connection.execute(sql.READ_KV, values).fetchall())
-        chunks: dict[tuple[int, int, int], KvChunk] = {}
+        chunks: dict[tuple[int, int, int, str], KvChunk] = {}
         for (payload,) in rows:
             for chunk in decode_chunks(payload):
-                chunks[chunk.choice, chunk.start, chunk.end] = chunk
+                chunks[chunk.choice, chunk.start, chunk.end, chunk.lineage] = chunk
         return list(chunks.values())
 
 
@@ -173,14 +173,16 @@ def record_of(row: Sequence[Any]) -> RequestRecord:
     device = DeviceTime(row[23], row[24])
     damaged = ""
     ends: tuple[int, ...] = ()
+    prefix: tuple[int, ...] = ()
     outcome: Outcome | None = None
     try:
         ends = _decode_ends(row[25]) if row[25] else ()
         outcome = _decode_outcome(row[26]) if row[26] else None
-    except msgspec.MsgspecError as error:
+        prefix = unpack_numbers(row[30])
+    except (msgspec.MsgspecError, ValueError) as error:
         damaged = f"its row cannot be read: {error}"
         logger.error("event=record_damaged request=%s error=%s", row[0], error)
-    fixed[23:] = [device, ends, outcome, bytes(row[27] or b""), bytes(row[28] or b""), row[29], damaged]
+    fixed[23:] = [device, ends, outcome, bytes(row[27] or b""), bytes(row[28] or b""), row[29], damaged, prefix]
     return RequestRecord(*fixed)
 
 

@@ -32,6 +32,7 @@ from control_plane.records import (
     RequestState,
     StageTimes,
     fresh_record,
+    pack_numbers,
     pack_tokens,
     unpack_tokens,
 )
@@ -316,7 +317,8 @@ class Journal(History):
         count: int,
         device: DeviceTime,
         cached_tokens: int,
-        prefill_ends: tuple[int, ...] | None = None,
+        prefill_ends: tuple[int, ...] = (),
+        prefix_passes: tuple[int, ...] = (),
     ) -> Awaitable[bool]:
         """Write `count` tokens (msgpack of a list of `TokenEvent`) at `first_seq`; True once they are committed, or
         when they were already. False: the epoch or the owner is no longer valid, or there is a gap."""
@@ -342,7 +344,7 @@ class Journal(History):
             ends = _encode(prefill_ends) if prefill_ends else None
             row = AppendRow(
                 request_id, epoch, first_seq, last_seq, payload, device.prefill_us, device.decode_us, cached_tokens,
-                now_us(), ends,
+                now_us(), ends, pack_numbers(prefix_passes) if prefix_passes else None,
             )  # fmt: skip
         return self._appends.add(row, durable=durable)
 

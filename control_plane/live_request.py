@@ -158,6 +158,7 @@ class LiveRequest:
         "pending_ends",
         "phase",
         "prefill_ends",
+        "prefix_passes",
         "queue_base_ns",
         "readers",
         "received",
@@ -179,7 +180,7 @@ class LiveRequest:
         self.received = self.log.last_seq
         """Place of the last token a replica sent, committed or not."""
         self.pending: list[TokenEvent] = []
-        self.pending_ends: tuple[int, ...] | None = None
+        self.pending_ends: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self.committing: asyncio.Future[None] | None = None
         """An append is under way; done when it is in the log (or refused for good)."""
         self.committing_events: list[TokenEvent] = []
@@ -192,6 +193,7 @@ class LiveRequest:
         """Why its replica was asked to put it back (or is to be, once it has it)."""
         self.kv: list[KvChunk] = []
         self.prefill_ends: tuple[int, ...] = ()
+        self.prefix_passes: tuple[int, ...] = ()
         self.cached_tokens = 0
         self.device = DeviceTime()
         self.fruitless = 0
@@ -271,6 +273,7 @@ class LiveRequest:
             sampling=origin.sampling,
             produced=tuple(self.log.events),
             prefill_ends=self.prefill_ends,
+            prefix_passes=self.prefix_passes,
             kv=tuple(self.kv),
             write_kv=origin.write_kv,
             share_prefix=origin.share_prefix,

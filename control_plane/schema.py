@@ -419,4 +419,13 @@ _TENANT_RULES: Final = Migration(
     ),
 )
 
-MIGRATIONS: Final[tuple[Migration, ...]] = (_FIRST, _SECOND, _GATEWAYS, _FOURTH, _DRAINS, _TENANT_KEYS, _TENANT_RULES)
+_PREFIX_PASSES: Final = Migration(
+    8,
+    "how the prefix that a request began on was computed",
+    ("ALTER TABLE requests ADD COLUMN prefix_passes TEXT",),
+)
+
+MIGRATIONS: Final[tuple[Migration, ...]] = (
+    _FIRST, _SECOND, _GATEWAYS, _FOURTH, _DRAINS, _TENANT_KEYS, _TENANT_RULES,
+    _PREFIX_PASSES,
+)  # fmt: skip

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from function_runtime.kv.arrival import Arrival
+from function_runtime.passes import NONE, Passes
 from function_runtime.protocol import KvChunk, TokenEvent, Work
 
 
@@ -88,6 +89,8 @@ class RequestTokensLike(Protocol):
     def cached_tokens(self) -> int: ...
     @property
     def prefill_ends(self) -> tuple[int, ...]: ...
+    @property
+    def prefix_passes(self) -> tuple[int, ...]: ...
 
 
 class RequestEndLike(Protocol):
@@ -127,6 +130,10 @@ class SealedRangeLike(Protocol):
     def end(self) -> int: ...
     @property
     def partial(self) -> bool: ...
+    @property
+    def passes(self) -> Passes:
+        """How all positions before `end` were computed."""
+        ...
 
 
 class DoubtLike(Protocol):
@@ -200,8 +207,8 @@ class EngineLike(Protocol):
         """From now on a step that waits for weights still on their way calls this several times a second."""
         ...
 
-    def kv_tail(self, request_id: str) -> Sequence[tuple[int, int, int]]:
-        """Per choice that still runs: (choice, start, end) of complete KV beyond the last sealed range."""
+    def kv_tail(self, request_id: str) -> Sequence[SealedRangeLike]:
+        """Per choice that still runs: complete KV beyond the last sealed range."""
         ...
 
 
@@ -225,6 +232,7 @@ class RequestTokens:
     events: tuple[TokenEvent, ...]
     cached_tokens: int = 0
     prefill_ends: tuple[int, ...] = ()
+    prefix_passes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +251,7 @@ class SealedRange:
     start: int
     end: int
     partial: bool = False
+    passes: Passes = NONE
 
 
 @dataclass(frozen=True, slots=True)

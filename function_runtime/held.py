@@ -90,6 +90,7 @@ class HeldRequest:
             device=self.device,
             cached_tokens=step.cached_tokens,
             prefill_ends=step.prefill_ends,
+            prefix_passes=step.prefix_passes,
         )
         self.messages.append(message)
         self.next_seq = step.first_seq + len(step.events)
@@ -165,6 +166,7 @@ class HeldRequest:
                     device=message.device,
                     cached_tokens=message.cached_tokens,
                     prefill_ends=message.prefill_ends,
+                    prefix_passes=message.prefix_passes,
                 )
         yield from self.kv
         if self.outcome is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from function_runtime.engine_like import RestoredKv
+from function_runtime.engine_like import RestoredKv, SealedRangeLike
 from function_runtime.held import HeldRequest
 from function_runtime.kv.arrival import Arrival
 from function_runtime.protocol import KvChunk, KvKnown, StoreTotals
@@ -41,11 +41,11 @@ class KvService(Protocol):
         """Its pack is not named any more."""
         ...
 
-    def has_already(self, held: HeldRequest, choice: int, start: int, end: int) -> bool:
+    def has_already(self, held: HeldRequest, sealed: SealedRangeLike) -> bool:
         """Whether these positions need no copy: they are stored, and named for this request, or about to be."""
         ...
 
-    def write(self, held: HeldRequest, choice: int, start: int, end: int, data: memoryview) -> None: ...
+    def write(self, held: HeldRequest, sealed: SealedRangeLike, data: memoryview) -> None: ...
     def flush(self, within_s: float) -> None:
         """Blocks until everything queued is stored (and its `KvSealed` posted), or the time is over."""
         ...

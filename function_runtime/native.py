@@ -21,7 +21,7 @@ from function_runtime.engine import warmup
 from function_runtime.engine.engine import Engine
 from function_runtime.engine.errors import EngineError
 from function_runtime.engine.output import Admitted, Restored, StepOutput
-from function_runtime.engine_like import EngineLike, EngineStats, KvLayout, RestoredKv
+from function_runtime.engine_like import EngineLike, EngineStats, KvLayout, RestoredKv, SealedRangeLike
 from function_runtime.errors import EngineFault, LoadError
 from function_runtime.inbox import Inbox
 from function_runtime.kv.arrival import Arrival
@@ -111,8 +111,8 @@ class NativeEngine:
         tensor = self._engine.export_kv(request_id, choice, start, end)
         return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
-    def kv_tail(self, request_id: str) -> Sequence[tuple[int, int, int]]:
-        return [(tail.choice, tail.start, tail.end) for tail in self._engine.kv_tails(request_id)]
+    def kv_tail(self, request_id: str) -> Sequence[SealedRangeLike]:
+        return self._engine.kv_tails(request_id)
 
 
 class MappedForm:

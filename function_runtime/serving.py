@@ -24,7 +24,7 @@ import msgspec
 
 from function_runtime.agent_channel import AgentChannel, AgentGone
 from function_runtime.clock import LifeClock, Stopwatch
-from function_runtime.engine_like import DoubtLike, EngineLike
+from function_runtime.engine_like import DoubtLike, EngineLike, SealedRangeLike
 from function_runtime.errors import EngineFault
 from function_runtime.gateway_link import GatewayLink
 from function_runtime.gateway_links import GatewayLinks
@@ -207,7 +207,7 @@ class Serving:
             for sealed in step.sealed:
                 owner = self._living(sealed.request_id, sealed.epoch)
                 if owner is not None and owner.work.write_kv:
-                    self._store(self._kv, owner, sealed.choice, sealed.start, sealed.end)
+                    self._store(self._kv, owner, sealed)
         now_ns = time.monotonic_ns()
         for end in step.finished:
             if ended := self._living(end.request_id, end.epoch):
@@ -485,16 +485,17 @@ class Serving:
         if not held.in_engine:
             return
         if self._kv is not None and held.work.write_kv:
-            for choice, start, end in self._engine.kv_tail(held.id):
-                self._store(self._kv, held, choice, start, end)
+            for tail in self._engine.kv_tail(held.id):
+                self._store(self._kv, held, tail)
         self._engine.cancel(held.id)
         held.in_engine = False
 
-    def _store(self, kv: KvService, held: HeldRequest, choice: int, start: int, end: int) -> None:
+    def _store(self, kv: KvService, held: HeldRequest, sealed: SealedRangeLike) -> None:
         """Best effort: without its KV a request is computed again."""
+        choice, start, end = sealed.choice, sealed.start, sealed.end
         try:
-            if kv.has_already(held, choice, start, end):
+            if kv.has_already(held, sealed):
                 return
-            kv.write(held, choice, start, end, self._engine.export_kv(held.id, choice, start, end))
+            kv.write(held, sealed, self._engine.export_kv(held.id, choice, start, end))
         except Exception as error:
             print(f"kv not written request={held.id} choice={choice} [{start}, {end}): {error!r}", file=sys.stderr)

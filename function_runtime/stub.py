@@ -27,6 +27,7 @@ from function_runtime.engine_like import (
     RequestEnd,
     RequestTokens,
     RestoredKv,
+    SealedRangeLike,
     Step,
 )
 from function_runtime.errors import EngineFault, LoadError
@@ -134,7 +135,7 @@ class StubEngine:
     def export_kv(self, request_id: str, choice: int, start: int, end: int) -> memoryview:
         raise EngineFault("kv_unsupported", "the stub engine has no KV", retry=False)
 
-    def kv_tail(self, request_id: str) -> Sequence[tuple[int, int, int]]:
+    def kv_tail(self, request_id: str) -> Sequence[SealedRangeLike]:
         return ()
 
 

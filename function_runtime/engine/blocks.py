@@ -1,8 +1,9 @@
 """Blocks of KV memory: who holds them, and which complete ones can serve a prefix again.
 
-A block is held by a count of choices; a complete block may be published under its chain hash. A block nobody holds is
-free, or, if published, kept for its prefix until it is needed (least recently used first). Limits: numbers only, the
-memory itself is in `kv_cache`; a published block never changes.
+A block is held by a count of choices; a complete block may be published under its chain hash, beside others of the same
+tokens that were computed in other passes: a prefix is found whole or not at all as one request computed it. A block
+nobody holds is free, or, if published, kept for its prefix until it is needed (least recently used first). Limits:
+numbers only, the memory itself is in `kv_cache`; a published block never changes; `WAYS` blocks for the same tokens.
 """
 
 from __future__ import annotations
@@ -10,6 +11,12 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from typing import Final
+
+from function_runtime.passes import NONE, Passes
+
+WAYS: Final = 4
+"""Blocks of the same tokens, each of other passes, that are kept."""
 
 
 class BlockPool:
@@ -22,8 +29,8 @@ class BlockPool:
         """A block taken as a neighbour stays in the heap until it comes up; it is not pushed twice."""
         self._is_free = bytearray(b"\x01" * total)
         self._free_count = total
-        self._hash_of: dict[int, bytes] = {}
-        self._block_of: dict[bytes, int] = {}
+        self._name_of: dict[int, tuple[bytes, Passes]] = {}
+        self._block_of: dict[bytes, dict[Passes, int]] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
         """Published blocks nobody holds, least recently used first."""
 
@@ -45,7 +52,7 @@ class BlockPool:
             block = self._lowest()
         elif self._idle:
             block, _ = self._idle.popitem(last=False)
-            del self._block_of[self._hash_of.pop(block)]
+            self._withdraw(block)
             self._is_free[block] = 1
             self._free_count += 1
         else:
@@ -76,31 +83,54 @@ class BlockPool:
             self._holders[block] = holders
             if holders:
                 continue
-            if block in self._hash_of:
+            if block in self._name_of:
                 self._idle[block] = None
             else:
                 self._give_back(block)
 
     def forget(self, block: int) -> None:
         """Withdraws a published block (its content is not to be served again)."""
-        chain = self._hash_of.pop(block, None)
-        if chain is not None:
-            del self._block_of[chain]
+        if block in self._name_of:
+            self._withdraw(block)
         if block in self._idle:
             del self._idle[block]
             self._give_back(block)
 
-    def publish(self, block: int, chain: bytes) -> None:
-        """Makes a complete block findable; the first block published for a prefix stays."""
-        if chain not in self._block_of and block not in self._hash_of:
-            self._block_of[chain] = block
-            self._hash_of[block] = chain
+    def _withdraw(self, block: int) -> None:
+        chain, passes = self._name_of.pop(block)
+        ways = self._block_of[chain]
+        del ways[passes]
+        if not ways:
+            del self._block_of[chain]
 
-    def find(self, chains: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest published prefix. They are not held yet."""
+    def publish(self, block: int, chain: bytes, passes: Passes = NONE) -> None:
+        """Makes a complete block findable; the first block published for a prefix and its passes stays."""
+        ways = self._block_of.get(chain, {})
+        if passes not in ways and block not in self._name_of and len(ways) < WAYS:
+            self._block_of[chain] = {**ways, passes: block}
+            self._name_of[block] = (chain, passes)
+
+    def find(self, chains: Sequence[bytes], block_size: int) -> tuple[list[int], Passes]:
+        """Blocks of the longest published prefix that was computed as one, and how. They are not held yet."""
+        levels: list[dict[Passes, int]] = []
+        before: dict[Passes, int] = {NONE: 0}
+        for index, chain in enumerate(chains):
+            ways = self._block_of.get(chain, {})
+            before = {passes: block for passes, block in ways.items() if passes.upto(index * block_size) in before}
+            if not before:
+                break
+            levels.append(before)
+        if not levels:
+            return [], NONE
+        passes = next(iter(levels[-1]))
+        found = [level[passes.upto((index + 1) * block_size)] for index, level in enumerate(levels)]
+        return found, passes
+
+    def follow(self, chains: Sequence[bytes], block_size: int, passes: Passes) -> list[int]:
+        """Blocks of the longest published prefix that was computed in these passes."""
         found: list[int] = []
-        for chain in chains:
-            block = self._block_of.get(chain)
+        for index, chain in enumerate(chains):
+            block = self._block_of.get(chain, {}).get(passes.upto((index + 1) * block_size))
             if block is None:
                 break
             found.append(block)

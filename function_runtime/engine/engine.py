@@ -176,7 +176,7 @@ class Engine:
         chain = Chain(work.kv_scope, BLOCK_SIZE)
         wanted = (len(work.prompt) - 1) // BLOCK_SIZE
         chain.extend(work.prompt, wanted)
-        return len(self._pool.find(chain.hashes)) * BLOCK_SIZE
+        return len(self._pool.find(chain.hashes, BLOCK_SIZE)[0]) * BLOCK_SIZE
 
     def _submit_arriving(self, work: Work, arrival: Arrival) -> Admitted:
         if work.request_id in self._requests:
@@ -268,7 +268,7 @@ class Engine:
         prefill: dict[str, int] = {}
         for chunk in schedule.chunks:
             name = chunk.request.request_id
-            prefill[name] = prefill.get(name, 0) + chunk.end - chunk.start
+            prefill[name] = prefill.get(name, 0) + chunk.rows
         decode = {request.request_id: len(choices) for request, choices in schedule.decodes}
         if not prefill and not decode:
             return output
@@ -294,7 +294,11 @@ class Engine:
     def _measure(self, schedule: Schedule, seconds: float) -> None:
         """What one chunk, or one row, took by itself."""
         if len(schedule.chunks) == 1 and not schedule.decodes:
-            self.measured.prefilled(schedule.chunks[0].start, schedule.chunks[0].end, seconds)
+            chunk = schedule.chunks[0]
+            if chunk.is_step:
+                self.measured.decoded(chunk.start, seconds)
+            else:
+                self.measured.prefilled(chunk.start, chunk.end, seconds)
         elif not schedule.chunks and len(schedule.decodes) == 1:
             self.measured.decoded(schedule.decodes[0][1][0].computed, seconds)
 
@@ -334,10 +338,15 @@ class Engine:
         for _, choices in schedule.decodes:
             for choice in choices:
                 choice.computed += 1
+                choice.passes = choice.passes.with_rows(1, len(choices))
         for chunk in schedule.chunks:
-            chunk.choice.computed = chunk.end
+            choice = chunk.choice
+            choice.computed = chunk.upto
+            choice.passes = (
+                choice.passes.with_rows(1, 1) if chunk.is_step else choice.passes.with_pass(chunk.upto, chunk.end)
+            )
             if chunk.of_prompt:
-                chunk.request.chunk_done(chunk.end)
+                chunk.request.chunk_done(chunk.upto, chunk.end)
         errors = [*refused, *(self._fail(request) for request in failed.values())]
         events: dict[str, list[TokenEvent]] = {}
         drawn.sort(key=lambda d: (d.request.arrival, d.choice.index))
@@ -380,10 +389,10 @@ class Engine:
     def _tell(self, request: Request, events: list[TokenEvent]) -> RequestTokens:
         first_seq = request.seq + 1
         request.seq += len(events)
-        ends = () if request.told_schedule else tuple(request.schedule)
+        ends, prefix = ((), ()) if request.told_schedule else request.told
         request.told_schedule = True
         cached = min(request.cached_tokens, len(request.prompt))
-        return RequestTokens(request.request_id, request.work.epoch, first_seq, tuple(events), cached, ends)
+        return RequestTokens(request.request_id, request.work.epoch, first_seq, tuple(events), cached, ends, prefix)
 
     def _after_chunk(self, request: Request) -> list[SealedRange]:
         first = request.choices[0]
@@ -415,7 +424,8 @@ class Engine:
             return
         choice.chain.extend(request.known(choice), complete)
         for index in range(choice.published, complete):
-            self._pool.publish(choice.blocks[index], choice.chain.hashes[index])
+            passes = choice.passes.upto((index + 1) * BLOCK_SIZE)
+            self._pool.publish(choice.blocks[index], choice.chain.hashes[index], passes)
         choice.published = complete
 
     def _fail(self, request: Request) -> tuple[str, int, EngineError]:
@@ -481,8 +491,8 @@ def _admitted(request: Request, stored: Usable) -> Admitted:
         return Admitted(work.request_id, work.epoch, loaded, recomputed, exact, detail)
     if not work.prefill_ends:
         exact, detail = False, "the first attempt's prefill schedule is not known"
-    elif stored.prompt < work.prefill_ends[0]:
-        exact, detail = False, f"the first attempt took {work.prefill_ends[0]} positions from a prefix cache"
+    elif stored.prompt < (known := request.schedule.repeatable_from):
+        exact, detail = False, f"how the first {known} positions, taken from a prefix cache, were computed is not known"
     else:
         exact, detail = True, ""
     return Admitted(work.request_id, work.epoch, loaded, recomputed, exact, "" if exact else detail)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from function_runtime.engine.errors import EngineError
+from function_runtime.passes import NONE, Passes
 from function_runtime.protocol import TokenEvent
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ class RequestTokens:
     cached_tokens: int
     prefill_ends: tuple[int, ...]
     """Given with the first tokens of an attempt, empty after."""
+    prefix_passes: tuple[int, ...] = ()
+    """How what is before `prefill_ends[0]` was computed, likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,8 @@ class SealedRange:
     start: int
     end: int
     partial: bool
+    passes: Passes = NONE
+    """How all positions before `end` were computed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from function_runtime.engine.restoring import Gate, LayerWriter, Pieces, ranges_
 from function_runtime.engine.resume import Usable, usable
 from function_runtime.engine.scheduler import Scheduler
 from function_runtime.kv.arrival import Arrival
+from function_runtime.passes import NONE, Passes, assembled
 from function_runtime.protocol import Work
 
 WAIT_S: Final = 0.02
@@ -108,6 +109,7 @@ class Receiver:
             self.gate = Gate(request, pieces.arrival, writer)
             return
         writer.write_all()
+        self._begun(request, pieces)
         self._publish_all(request)
 
     def take_gate(self) -> Gate | None:
@@ -124,6 +126,7 @@ class Receiver:
             return
         gate.settle()
         self.gate = None
+        self._begun(gate.request, self._pieces(gate.request, gate.arrival, 0, promised=False))
         self._publish_all(gate.request)
         self._conclude(gate.request, gate.arrival)
 
@@ -182,13 +185,31 @@ class Receiver:
         pieces = self._pieces(request, arrival, computed, promised=False)
         stored = usable(request, pieces.lengths)
         if stored.prompt > computed:
-            self._scheduler.land(request, stored)
+            prompt = self._passes(request, pieces, 0, first.passes, stored.prompt)
+            self._scheduler.land(request, stored, prompt)
             LayerWriter(self._cache, pieces, ranges_of(request, BLOCK_SIZE, computed)).write_all()
+            self._remember(request, pieces, prompt)
             self._publish_all(request)
             for choice in request.choices:
                 sealing.begin(request, choice, self._chunk_tokens, choice.computed)
         if request.phase is Phase.DECODE or (arrival.resolved and arrival.next_start(first.computed) is None):
             self._conclude(request, arrival)
+
+    def _passes(self, request: Request, pieces: Pieces, choice: int, before: Passes, end: int) -> Passes:
+        """How stored positions up to `end` were computed: by the schedule that is followed, or as the chunks say."""
+        return request.passes_of(end) if request.follows else assembled(before, pieces.passes(choice), end)
+
+    def _begun(self, request: Request, pieces: Pieces) -> None:
+        """Stored KV is a request's beginning; where no schedule is followed, it is its schedule's as well."""
+        first = request.choices[0]
+        prompt = self._passes(request, pieces, 0, NONE, min(first.computed, len(request.prompt)))
+        if not request.follows:
+            request.begin_on(prompt)
+        self._remember(request, pieces, prompt)
+
+    def _remember(self, request: Request, pieces: Pieces, prompt: Passes) -> None:
+        for choice in request.choices:
+            choice.passes = self._passes(request, pieces, choice.index, prompt, choice.computed)
 
     def _publish_all(self, request: Request) -> None:
         for choice in request.choices:

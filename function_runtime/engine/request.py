@@ -12,7 +12,9 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
+from function_runtime.engine.kv_cache import BLOCK_SIZE
 from function_runtime.engine.prefix import Chain
+from function_runtime.passes import ALONE, NONE, Passes, recorded, with_steps
 from function_runtime.protocol import FinishReason, Work
 from model_loader.tokenizer import Detokenizer
 
@@ -35,8 +37,8 @@ class Phase(enum.Enum):
 
 class Choice:
     __slots__ = (
-        "allowed", "blocks", "chain", "computed", "detokenizer", "finish", "guide", "index", "published", "sealed",
-        "tokens",
+        "allowed", "blocks", "chain", "computed", "detokenizer", "finish", "guide", "index", "passes", "published",
+        "sealed", "tokens",
     )  # fmt: skip
 
     def __init__(self, index: int, detokenizer: Detokenizer, chain: Chain) -> None:
@@ -46,6 +48,8 @@ class Choice:
         self.blocks: list[int] = []
         self.computed = 0
         """Positions (prompt first) whose KV is in the blocks."""
+        self.passes: Passes = NONE
+        """How the computed positions were."""
         self.finish: FinishReason | None = None
         self.detokenizer = detokenizer
         self.chain = chain
@@ -62,7 +66,7 @@ class Choice:
 class Request:
     __slots__ = (
         "arrival", "cached_tokens", "choices", "incoming", "limit", "loaded_tokens", "phase", "prompt", "restored",
-        "schedule", "seq", "told_schedule", "work",
+        "schedule", "seq", "taken", "told_schedule", "work",
     )  # fmt: skip
 
     def __init__(self, work: Work, arrival: int, limit: int, choices: list[Choice]) -> None:
@@ -75,9 +79,11 @@ class Request:
         self.phase = Phase.WAITING
         self.seq = len(work.produced)
         """Place of the last token in the log."""
-        self.schedule: list[int] = []
-        """Where prefill began (what came before was cached), then the ends of its chunks so far. Given by an earlier
-        attempt or kept over a preemption, it is followed to its end; then prefill is free, and recorded."""
+        self.schedule: Passes = NONE
+        """Prefill so far, that of whoever computed what was cached first. Given by an earlier attempt or kept over a
+        preemption, it is followed to its end; then prefill is free, and recorded."""
+        self.taken = 0
+        """Where the part of the schedule ends that others ran."""
         self.told_schedule = False
         self.begin_schedule()
         self.cached_tokens = 0
@@ -90,7 +96,33 @@ class Request:
 
     def begin_schedule(self) -> None:
         """That of the first attempt; a resume in the fast mode makes one of its own."""
-        self.schedule = [] if self.is_fast_resume else list(self.work.prefill_ends)
+        ends = () if self.is_fast_resume else self.work.prefill_ends
+        self.schedule = recorded(ends, self.work.prefix_passes).block_aligned(BLOCK_SIZE)
+        self.taken = ends[0] if ends else 0
+
+    def begin_on(self, passes: Passes) -> None:
+        """What others computed is where a first attempt begins, or goes on."""
+        self.schedule = passes
+        self.taken = passes.end
+
+    @property
+    def told(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The schedule as the journal keeps it: where it was begun and the ends of its own passes, and those of others
+        before."""
+        ends = [upto for upto, _ in self.schedule.parts if upto > self.taken]
+        return (self.taken, *ends), self.schedule.upto(self.taken).numbers
+
+    @property
+    def follows(self) -> bool:
+        """It has a schedule to follow: that of an attempt before."""
+        return bool(self.work.prefill_ends) and not self.is_fast_resume
+
+    def passes_of(self, length: int) -> Passes:
+        """How the first `length` positions of a choice are computed where the schedule is followed."""
+        if self.schedule.end < min(length, len(self.prompt)):
+            return self.schedule.with_unknown(length)
+        lengths = [(len(choice.tokens), choice.finish is not None) for choice in self.choices]
+        return with_steps(self.schedule, lengths, length)
 
     @property
     def is_fast_resume(self) -> bool:
@@ -125,25 +157,26 @@ class Request:
         """Every known token of a choice, the prompt's included."""
         return self.prompt + choice.tokens
 
-    def next_chunk(self, budget: int) -> int:
-        """End of the prefill chunk that comes next; a recorded chunk is not cut, whatever the budget. A chunk of no
-        record ends where stored KV begins."""
+    def next_chunk(self, budget: int) -> tuple[int, int, bool]:
+        """The prefill that comes next: (what of it counts, where its rows end, whether it is one decode row). A
+        recorded pass is not cut, whatever the budget. A chunk of no record ends where stored KV begins."""
         computed = self.choices[0].computed
-        schedule = self.schedule
-        if schedule and computed < schedule[0]:
-            return min(schedule[0], computed + budget)
-        for end in schedule[1:]:
-            if end > computed:
-                return end
-        end = min(len(self.prompt), computed + budget)
+        part = self.schedule.part_at(computed)
+        end = len(self.prompt)
+        if part is not None:
+            _, end, how = part
+            if how > 0:
+                return end, how, False
+            if how == ALONE:
+                return computed + 1, computed + 1, True
+        end = min(end, computed + budget)
         stored = self.incoming.next_start(computed) if self.incoming is not None else None
-        return end if stored is None else min(end, stored)
+        end = end if stored is None else min(end, stored)
+        return end, end, False
 
-    def chunk_done(self, end: int) -> None:
-        if not self.schedule:
-            self.schedule.append(0)
-        if end > self.schedule[-1]:
-            self.schedule.append(end)
+    def chunk_done(self, upto: int, end: int) -> None:
+        if upto > self.schedule.end:
+            self.schedule = self.schedule.with_pass(upto, end)
 
     def forget_stored(self) -> None:
         """Stored KV that is still on its way will not be looked at."""
@@ -159,4 +192,5 @@ class Request:
         for choice in self.choices:
             choice.blocks = []
             choice.computed = 0
+            choice.passes = NONE
             choice.published = 0

@@ -20,6 +20,7 @@ from function_runtime.engine.output import Restored
 from function_runtime.engine.request import Choice, Request
 from function_runtime.engine_like import KvLayout
 from function_runtime.kv.arrival import Arrival, ArrivingChunk, ChunkState
+from function_runtime.passes import Passes
 
 _TORCH_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -31,6 +32,8 @@ class Piece:
     choice: int
     start: int
     tensor: Tensor
+    known: Passes | None = None
+    """How what is before its end was computed, if its chunk says."""
 
     @property
     def end(self) -> int:
@@ -60,8 +63,13 @@ class Pieces:
         """What has arrived (`promised`: and what may) from `position` on."""
         lengths = arrival.lengths(len(request.choices), len(request.prompt), position, promised=promised)
         states = (ChunkState.SOUND, ChunkState.ARRIVING) if promised else (ChunkState.SOUND,)
-        pieces = tuple(Piece(c.choice, c.start, chunk_tensor(c, layout)) for c in arrival.chunks if c.state in states)
+        pieces = tuple(
+            Piece(c.choice, c.start, chunk_tensor(c, layout), c.passes) for c in arrival.chunks if c.state in states
+        )
         return cls(lengths, pieces, arrival if promised else None)
+
+    def passes(self, choice: int) -> list[tuple[int, int, Passes | None]]:
+        return [(piece.start, piece.end, piece.known) for piece in self.pieces if piece.choice == choice]
 
 
 def chunk_tensor(chunk: ArrivingChunk, layout: KvLayout) -> Tensor:

@@ -41,11 +41,8 @@ def usable(request: Request, lengths: Sequence[int]) -> Usable:
 
 
 def _cut_back(request: Request, length: int) -> int:
-    """The last chunk boundary at or before `length`; before the first there is none to keep to."""
-    schedule = request.schedule
-    if not schedule or length <= schedule[0] or length >= schedule[-1]:
-        return length
-    return max(end for end in schedule if end <= length)
+    """The last place at or before `length` from which the recorded passes can be followed."""
+    return request.schedule.cut_back(length)
 
 
 def check_restored(request: Request, lengths: Sequence[int], starts: Sequence[int]) -> None:

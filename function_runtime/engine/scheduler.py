@@ -15,6 +15,7 @@ from function_runtime.engine.blocks import BlockPool
 from function_runtime.engine.kv_cache import BLOCK_SIZE, KvCache
 from function_runtime.engine.request import Choice, Phase, Request
 from function_runtime.engine.resume import Usable, usable
+from function_runtime.passes import NONE, Passes
 
 MIN_CHUNK_TOKENS: Final = 64
 """Prefill advances by this much even where decode rows use the budget up; smaller remainders of a budget wait."""
@@ -22,14 +23,23 @@ MIN_CHUNK_TOKENS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
+    """A pass over [start, end) of which [start, upto) counts: more rows only give it the shape it had before."""
+
     request: Request
     choice: Choice
     start: int
+    upto: int
     end: int
+    is_step: bool = False
+    """One position, computed as a decode step does."""
 
     @property
     def of_prompt(self) -> bool:
-        return self.end <= len(self.request.prompt)
+        return self.upto <= len(self.request.prompt)
+
+    @property
+    def rows(self) -> int:
+        return self.end - self.start
 
 
 @dataclass(slots=True)
@@ -114,7 +124,7 @@ class Scheduler:
             if shared:
                 self._own_block(choice, plan)
             self._extend(choice, blocks_for(end))
-            plan.chunks.append(Chunk(request, choice, start, end))
+            plan.chunks.append(Chunk(request, choice, start, end, end))
             taken += end - start
         return taken
 
@@ -167,16 +177,16 @@ class Scheduler:
         remaining = len(request.prompt) - start
         if budget < min(remaining, MIN_CHUNK_TOKENS, self.step_tokens):
             return 0
-        end = request.next_chunk(budget)
+        upto, end, is_step = request.next_chunk(budget)
         if end - start > budget and plan.chunks:
             return 0
-        plan.chunks.append(Chunk(request, request.choices[0], start, end))
+        plan.chunks.append(Chunk(request, request.choices[0], start, upto, end, is_step))
         return end - start
 
     def _admit(self, request: Request) -> bool:
         """Gives a waiting request its prompt's blocks (and those of restored steps) if they are there."""
         stored = usable(request, request.restored.lengths) if request.restored else Usable(0, 0)
-        found = [] if stored.prompt else self._cached_blocks(request)
+        found, passes = ([], Passes.unknown(stored.prompt)) if stored.prompt else self._cached_blocks(request)
         prompt = len(request.prompt)
         complete = stored.prompt == prompt
         participants = request.participants_after(stored.steps)
@@ -197,10 +207,12 @@ class Scheduler:
         first.published = len(found)
         first.computed = start = stored.prompt or len(found) * BLOCK_SIZE
         request.loaded_tokens = stored.prompt + stored.steps
+        first.passes = passes
+        if not request.schedule.parts:
+            request.begin_on(passes)
         if not request.told_schedule:
-            request.cached_tokens = start
-        if not request.schedule:
-            request.schedule = [start]
+            # What a preempted request finds of its own is not what was spared it.
+            request.cached_tokens = start if stored.prompt else min(start, request.taken)
         request.phase = Phase.PREFILL
         if complete:
             self._take_up(request, participants, stored.steps)
@@ -219,18 +231,17 @@ class Scheduler:
         blocks = {block for choice in request.choices for block in choice.blocks}
         cache.clear([b for b in blocks if sum(b in c.blocks for c in request.choices) == self.pool.holders(b)])
 
-    def land(self, request: Request, stored: Usable) -> None:
-        """Prefill has met stored KV: it goes on where that ends."""
+    def land(self, request: Request, stored: Usable, passes: Passes) -> None:
+        """Prefill has met stored KV, of which the prompt's part is of these passes: it goes on where that ends."""
         first, prompt = request.choices[0], len(request.prompt)
         request.loaded_tokens += stored.prompt - first.computed
         if not request.told_schedule:
             request.cached_tokens += stored.prompt - first.computed
-        first.computed = stored.prompt
+        first.computed, first.passes = stored.prompt, passes
+        if stored.prompt > request.schedule.end:
+            request.begin_on(passes)
         if stored.prompt < prompt:
-            request.chunk_done(stored.prompt)
             return
-        if prompt > request.schedule[-1]:
-            request.chunk_done(prompt)
         steps = stored.steps
         need = len(request.participants_after(steps)) * (blocks_for(prompt + steps) - prompt // BLOCK_SIZE)
         if need > self.pool.available:
@@ -257,7 +268,7 @@ class Scheduler:
         first = request.choices[0]
         request.phase = Phase.DECODE
         for choice in request.choices:
-            choice.computed = first.computed
+            choice.computed, choice.passes = first.computed, first.passes
             if choice is first or choice not in participants:
                 continue
             for block in first.blocks:
@@ -270,19 +281,23 @@ class Scheduler:
         while len(choice.blocks) < blocks:
             choice.blocks.append(self.pool.allocate(choice.blocks[-1] if choice.blocks else None))
 
-    def _cached_blocks(self, request: Request) -> list[int]:
-        """Published blocks the prompt may begin with. The last position is always computed; a request with a recorded
-        schedule takes what its first attempt took, or nothing."""
-        if not self.prefix_cache:
-            return []
-        schedule = request.schedule
-        wanted = (schedule[0] if schedule else len(request.prompt) - 1) // BLOCK_SIZE
-        if not wanted or (schedule and schedule[0] % BLOCK_SIZE):
-            return []
+    def _cached_blocks(self, request: Request) -> tuple[list[int], Passes]:
+        """Published blocks the prompt may begin with, and how they were computed. The last position is always computed;
+        a request with a recorded schedule takes only what was computed by it, up to where it can be followed from."""
+        wanted = (len(request.prompt) - 1) // BLOCK_SIZE
+        if not self.prefix_cache or not wanted:
+            return [], NONE
         chain = request.choices[0].chain
         chain.extend(request.prompt, wanted)
-        found = self.pool.find(chain.hashes[:wanted])
-        return found if not schedule or len(found) == wanted else []
+        schedule = request.schedule
+        if not schedule.parts:
+            return self.pool.find(chain.hashes[:wanted], BLOCK_SIZE)
+        blocks = min(wanted, schedule.end // BLOCK_SIZE)
+        found = self.pool.follow(chain.hashes[:blocks], BLOCK_SIZE, schedule)
+        length = schedule.cut_back(len(found) * BLOCK_SIZE)
+        while length % BLOCK_SIZE:
+            length = schedule.cut_back(length // BLOCK_SIZE * BLOCK_SIZE)
+        return found[: length // BLOCK_SIZE], schedule.upto(length) if length else NONE
 
 
 def blocks_for(tokens: int) -> int:

@@ -34,4 +34,5 @@ def tail(request: Request, choice: Choice) -> list[SealedRange]:
 
 
 def _range(request: Request, choice: Choice, start: int, end: int, *, partial: bool) -> SealedRange:
-    return SealedRange(request.request_id, request.work.epoch, choice.index, start, end, partial)
+    passes = choice.passes.upto(end)
+    return SealedRange(request.request_id, request.work.epoch, choice.index, start, end, partial, passes)

@@ -21,12 +21,13 @@ from torch import Tensor
 
 from function_runtime.engine.blocks import BlockPool
 from function_runtime.engine.errors import EngineError
-from function_runtime.engine.kv_cache import KvCache
+from function_runtime.engine.kv_cache import BLOCK_SIZE, KvCache
 from function_runtime.engine.request import Request
 from function_runtime.engine.restoring import chunk_tensor
 from function_runtime.engine.scheduler import Chunk, Schedule, blocks_for
 from function_runtime.engine.step import Drawn
 from function_runtime.kv.arrival import Arrival, ArrivingChunk, ChunkState
+from function_runtime.passes import recorded
 from function_runtime.protocol import KvChunk, Work
 
 BUDGET_TOKENS: Final = 2048
@@ -50,7 +51,9 @@ class _Sample:
     def __init__(self, work: Work, chunks: Sequence[ArrivingChunk]) -> None:
         self.work = work
         self.chunks = chunks
-        self.end = max(chunk.end for chunk in chunks)
+        last = max(chunks, key=lambda chunk: chunk.end)
+        self.end = last.end
+        self.passes = last.passes or recorded(() if work.fast else work.prefill_ends, work.prefix_passes)
         self.tries = 0
         self.request: Request | None = None
 
@@ -103,10 +106,10 @@ class Shadow:
                 self._samples.popleft()
                 return ()
         first = request.choices[0]
-        end = request.next_chunk(self._step_tokens)
-        self._run(Schedule(chunks=[Chunk(request, first, first.computed, end)]))
-        first.computed = end
-        request.chunk_done(end)
+        upto, end, is_step = request.next_chunk(self._step_tokens)
+        self._run(Schedule(chunks=[Chunk(request, first, first.computed, upto, end, is_step)]))
+        first.computed = upto
+        request.chunk_done(upto, end)
         if first.computed < sample.end:
             return ()
         doubts = tuple(self._compare(sample, chunk, first.blocks) for chunk in sample.chunks)
@@ -117,14 +120,11 @@ class Shadow:
     def _begin(self, sample: _Sample) -> Request | None:
         """Without blocks to spare there is no shadow."""
         work = sample.work
-        # A recorded chunk of prefill is computed whole, so more than the sample's end may be.
-        ends = work.prefill_ends if work.prefill_ends and not work.prefill_ends[0] and not work.fast else ()
-        end = next((e for e in ends if e >= sample.end), min(len(work.prompt), sample.end))
-        count = blocks_for(end)
+        # One token more than is computed: nothing is to be drawn.
+        prompt = (*work.prompt[: sample.end], work.prompt[0])
+        count = blocks_for(len(prompt))
         if count * 2 > self._pool.available:
             return None
-        # One token more than is computed: nothing is to be drawn.
-        prompt = (*work.prompt[:end], work.prompt[0])
         alone = msgspec.structs.replace(work.sampling, n=1, max_tokens=1, min_tokens=0, grammar=None)
         copy = Work(
             request_id=f"{work.request_id}:shadow",
@@ -133,13 +133,13 @@ class Shadow:
             kv_scope=work.kv_scope,
             prompt=prompt,
             sampling=alone,
-            prefill_ends=tuple(e for e in ends if e <= end),
             write_kv=False,
         )
         try:
             request = self._make(copy)
         except EngineError:
             return None
+        request.begin_on(sample.passes.upto(sample.end).block_aligned(BLOCK_SIZE))
         table = request.choices[0].blocks
         while len(table) < count:
             table.append(self._pool.allocate(table[-1] if table else None))

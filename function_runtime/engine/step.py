@@ -18,7 +18,7 @@ from function_runtime.engine.models.llama import Llama
 from function_runtime.engine.request import Choice, Request
 from function_runtime.engine.restoring import Gate
 from function_runtime.engine.sampler import Row, Sampled, sample
-from function_runtime.engine.scheduler import Schedule
+from function_runtime.engine.scheduler import Chunk, Schedule, blocks_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,9 @@ class StepRunner:
 
     def run(self, schedule: Schedule, gate: Gate | None = None) -> list[Drawn]:
         decodes = [(request, choice) for request, choices in schedule.decodes for choice in choices]
+        decodes += [(chunk.request, chunk.choice) for chunk in schedule.chunks if chunk.is_step]
         decodes.sort(key=lambda pair: -pair[1].computed)
+        chunks = [chunk for chunk in schedule.chunks if not chunk.is_step]
         sampling = {request.request_id for request, choices in schedule.decodes if _samples(request, choices)}
         tokens: list[int] = []
         positions: list[int] = []
@@ -52,19 +54,21 @@ class StepRunner:
                 if choice.finish is None and index + 1 == len(choice.tokens):
                     wanted.append((request, choice, len(logit_rows)))
                 logit_rows.append(len(tokens))
-            tokens.append(choice.tokens[index])
+            tokens.append(choice.tokens[index] if index >= 0 else request.prompt[choice.computed])
             positions.append(choice.computed)
-        for chunk in schedule.chunks:
+        for chunk in chunks:
             request = chunk.request
-            tokens += request.known(chunk.choice)[chunk.start : chunk.end]
+            own = request.known(chunk.choice)[chunk.start : chunk.end]
+            # More rows than tokens: the shape is what matters, and nobody looks at those behind.
+            tokens += own + [own[0]] * (chunk.rows - len(own))
             positions += range(chunk.start, chunk.end)
             first = [choice for choice in request.choices if choice.finish is None and not choice.tokens]
-            if chunk.end == len(request.prompt) and first:
+            if chunk.upto == len(request.prompt) and first:
                 wanted += [(request, choice, len(logit_rows)) for choice in first]
-                logit_rows.append(len(tokens) - 1)
+                logit_rows.append(len(tokens) - 1 - (chunk.end - chunk.upto))
         plan = self._attention.plan(
             [Rows(choice.computed, choice.computed + 1, choice.blocks) for _, choice in decodes],
-            [Rows(chunk.start, chunk.end, chunk.choice.blocks) for chunk in schedule.chunks],
+            [Rows(chunk.start, chunk.end, _table(chunk)) for chunk in chunks],
         )
         logits = self._model.forward(
             self._tensor(tokens),
@@ -90,6 +94,12 @@ class StepRunner:
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+
+def _table(chunk: Chunk) -> list[int]:
+    """The choice's blocks; rows beyond them all write to its last one, which holds nothing that counts yet."""
+    blocks = chunk.choice.blocks
+    return blocks + [blocks[-1]] * (blocks_for(chunk.end) - len(blocks))
 
 
 def _samples(request: Request, choices: list[Choice]) -> bool:

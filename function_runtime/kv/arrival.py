@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from function_runtime.passes import Passes
 from function_runtime.protocol import KvChunk
 
 _NEVER: Final = float("inf")
@@ -34,7 +35,7 @@ class ArrivalFailed(Exception):
 class ArrivingChunk:
     """Positions [start, end) of a choice; `data` is `[layers, 2, tokens, kv_heads, head_dim]`, filled meanwhile."""
 
-    __slots__ = ("data", "deadline_s", "layers", "reason", "record", "state")
+    __slots__ = ("data", "deadline_s", "layers", "passes", "reason", "record", "state")
 
     def __init__(self, record: KvChunk, layers: int, data: memoryview, deadline_s: float = _NEVER) -> None:
         self.record = record
@@ -43,6 +44,8 @@ class ArrivingChunk:
         self.layers = bytearray(layers)
         """1 for each layer that has its checksum."""
         self.state = ChunkState.ARRIVING
+        self.passes: Passes | None = None
+        """How everything before `end` was computed: its header says, from format version 2 on."""
         self.reason = ""
 
     @property

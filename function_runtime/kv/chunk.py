@@ -3,8 +3,9 @@
     magic | version | header bytes | fields | CRC32C of all before | zeros to 64 | layers, contiguous
 
 Reading checks the digest over every byte, then every field against what the reader expects, then each layer's CRC32C;
-any difference is a `KvError`. In which form the layers are (`forms`), the identity says. Limits: the digest travels
-beside the chunk, not in it.
+any difference is a `KvError`. In which form the layers are (`forms`), the identity says; how they were computed is not
+expected but learnt. Limits: the digest travels beside the chunk, not in it; version 1 did not say how they were
+computed, and is still read.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from function_runtime.kv.checksum import crc32c
 from function_runtime.kv.fields import decode_fields, encode_fields
 from function_runtime.kv.forms import Form, chunk_nbytes, encode, form_of
 from function_runtime.kv.identity import KvIdentity, pack_tokens
+from function_runtime.passes import NONE, Passes
 
 MAGIC: Final = b"STKKVCH1"
-VERSION: Final = 1
+VERSION: Final = 2
 _PREAMBLE: Final = struct.Struct("<8sII")
 _CRC: Final = struct.Struct("<I")
 _LAYER: Final = struct.Struct("<QQI")
 _ALIGNMENT: Final = 64
+_MAX_PASSES_BYTES: Final = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class ChunkHead:
     end: int
     tokens: tuple[int, ...]
     """The ids at positions [start, end)."""
+    passes: Passes = NONE
+    """How all positions before `end` were computed; not known where a reader expects a chunk."""
 
     @cached_property
     def form(self) -> Form:
@@ -109,7 +114,7 @@ def _header(head: ChunkHead, crcs: Sequence[int], layer_bytes: int) -> bytes:
 
 def _fields(head: ChunkHead, crcs: Sequence[int], layer_bytes: int, first: int) -> bytes:
     table = b"".join(_LAYER.pack(first + i * layer_bytes, layer_bytes, crc) for i, crc in enumerate(crcs))
-    return encode_fields([*head.fields(), ("layers_at", table)])
+    return encode_fields([*head.fields(), ("passes", head.passes.to_bytes()), ("layers_at", table)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +130,7 @@ def open_chunk(raw: memoryview, digest: str, expected: ChunkHead) -> memoryview:
     """The layers of a chunk that is, byte for byte, what its digest says and of what the reader expects."""
     if hashlib.sha256(raw).hexdigest() != digest:
         raise KvError("its bytes do not have the digest that was recorded")
-    places = open_header(raw, len(raw), expected)
+    places = open_header(raw, len(raw), expected).places
     for index in range(len(places)):
         check_layer(raw, places, index)
     return raw[places[0].offset :]
@@ -137,22 +142,34 @@ def check_layer(raw: memoryview, places: Sequence[LayerPlace], index: int) -> No
         raise KvError(f"layer {index} does not have its checksum")
 
 
-def header_nbytes(expected: ChunkHead) -> int:
-    """Where the layers of such a chunk begin."""
+def header_nbytes(nbytes: int, expected: ChunkHead) -> int:
+    """Where the layers of such a chunk of `nbytes` begin: they are what it ends with. Raises `KvError`."""
     layers = expected.identity.layout.num_layers
-    size = _PREAMBLE.size + len(_fields(expected, [0] * layers, 0, 0)) + _CRC.size
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    fields = encode_fields([*expected.fields(), ("layers_at", bytes(layers * _LAYER.size))])
+    least = _PREAMBLE.size + len(fields) + _CRC.size
+    found = nbytes - expected.data_bytes
+    if not least <= found <= least + _MAX_PASSES_BYTES or found % _ALIGNMENT:
+        raise KvError(f"its record says {nbytes} bytes, of which {expected.data_bytes} are KV: no header fits the rest")
+    return found
 
 
-def open_header(raw: memoryview, nbytes: int, expected: ChunkHead) -> tuple[LayerPlace, ...]:
-    """Where the layers lie in a chunk of `nbytes`, of which `raw` is the header at least; every field is compared."""
+@dataclass(frozen=True, slots=True)
+class Opened:
+    places: tuple[LayerPlace, ...]
+    passes: Passes | None
+    """None: a version that does not say."""
+
+
+def open_header(raw: memoryview, nbytes: int, expected: ChunkHead) -> Opened:
+    """Where the layers lie in a chunk of `nbytes`, of which `raw` is the header at least; every field that can be
+    expected is compared."""
     if len(raw) < _PREAMBLE.size:
         raise KvError(f"{len(raw)} bytes are no chunk")
     magic, version, size = _PREAMBLE.unpack_from(raw)
     if magic != MAGIC:
         raise KvError("it does not begin as a chunk does")
-    if version != VERSION:
-        raise KvError(f"it has format version {version}, known is {VERSION}")
+    if not 1 <= version <= VERSION:
+        raise KvError(f"it has format version {version}, known are 1 to {VERSION}")
     end = _PREAMBLE.size + size
     if end + _CRC.size > len(raw):
         raise KvError("its header reaches beyond its end")
@@ -165,9 +182,20 @@ def open_header(raw: memoryview, nbytes: int, expected: ChunkHead) -> tuple[Laye
             raise KvError(f"field {tag!r} stands where {wanted_tag!r} belongs")
         if value != wanted_value:
             raise KvError(f"its {tag} is another one")
-    if len(fields) != len(wanted) + 1 or fields[-1][0] != "layers_at":
-        raise KvError("it has other fields than this version")
-    return _layers(nbytes, fields[-1][1], end + _CRC.size, expected)
+    if [tag for tag, _ in fields[len(wanted) :]] != (["layers_at"] if version == 1 else ["passes", "layers_at"]):
+        raise KvError("it has other fields than its version")
+    passes = _passes(fields[-2][1], expected) if version > 1 else None
+    return Opened(_layers(nbytes, fields[-1][1], end + _CRC.size, expected), passes)
+
+
+def _passes(data: bytes, expected: ChunkHead) -> Passes | None:
+    try:
+        passes = Passes.from_bytes(data)
+    except ValueError as error:
+        raise KvError(f"its passes are none: {error}") from None
+    if passes.parts and passes.end != expected.end:
+        raise KvError(f"its passes end at {passes.end}")
+    return passes if passes.parts else None
 
 
 def _layers(nbytes: int, table: bytes, header_end: int, expected: ChunkHead) -> tuple[LayerPlace, ...]:

@@ -15,8 +15,8 @@ from function_runtime.protocol import KvChunk
 KNOWN_FOR_S: Final = 60.0
 KEPT: Final = 65_536
 
-Key: TypeAlias = tuple[bytes, int]
-"""(chain at the end, position of the start); identity and scope are in the chain."""
+Key: TypeAlias = tuple[bytes, int, str]
+"""(chain at the end, position of the start, lineage); identity and scope are in the chain."""
 
 
 class KnownChunks:
@@ -25,7 +25,7 @@ class KnownChunks:
         self._chunks: OrderedDict[Key, tuple[KvChunk, float]] = OrderedDict()
 
     def add(self, chunk: KvChunk) -> None:
-        key = (bytes.fromhex(chunk.chain), chunk.start)
+        key = (bytes.fromhex(chunk.chain), chunk.start, chunk.lineage)
         self._chunks[key] = (chunk, self._clock())
         self._chunks.move_to_end(key)
         while len(self._chunks) > KEPT:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
+import msgspec
+
 from function_runtime.engine_like import KvRun, RestoredKv
 from function_runtime.errors import KvError
 from function_runtime.kv.arrival import Arrival, ArrivingChunk, ChunkState
@@ -22,6 +24,7 @@ from function_runtime.kv.identity import Chain, KvIdentity
 from function_runtime.kv.plan import Candidate, Known, Plan, plan
 from function_runtime.kv.sealing import ChunkSeal
 from function_runtime.kv.speeds import Speeds
+from function_runtime.passes import NONE, recorded, with_steps
 from function_runtime.protocol import KvChunk, Work
 from model_loader.objects import ObjectStore
 
@@ -84,7 +87,7 @@ class Reading:
         known = Known(
             prompt=len(work.prompt),
             total=longest,
-            boundaries=work.prefill_ends,
+            boundaries=recorded(work.prefill_ends, work.prefix_passes).boundaries() if work.prefill_ends else (),
             fast=work.fast and bool(work.produced),
             layers=engine.layers,
             pass_tokens=engine.pass_tokens,
@@ -150,7 +153,10 @@ class Reading:
     def conclude(self, arrival: Arrival) -> None:
         """What came of it, once nothing more will come."""
         outcome = self.outcome
-        outcome.sound = [c.record for c in arrival.chunks if c.state is ChunkState.SOUND]
+        sound = [c for c in arrival.chunks if c.state is ChunkState.SOUND]
+        # The index does not say how a chunk was computed; its header does.
+        lineages = [c.passes.digest if c.passes is not None else "" for c in sound]
+        outcome.sound = [msgspec.structs.replace(c.record, lineage=x) for c, x in zip(sound, lineages, strict=True)]
         late = [c for c in arrival.chunks if c.state is ChunkState.FAILED]
         outcome.misses += [f"[{c.start}, {c.end}) of choice {c.choice}: {c.reason}" for c in late]
 
@@ -188,6 +194,7 @@ def _candidates(work: Work, raw: KvIdentity, outcome: Restoration) -> list[Wante
     """The chunks whose records do not already say that they are of something else."""
     known = sequences(work)
     chains: dict[tuple[int, str], Chain] = {}
+    lineage_of = _Lineages(work)
     found: list[Wanted] = []
     for chunk in work.kv:
         where = f"[{chunk.start}, {chunk.end}) of choice {chunk.choice}"
@@ -217,6 +224,9 @@ def _candidates(work: Work, raw: KvIdentity, outcome: Restoration) -> list[Wante
         if chunk.chain != head.chain.hex():
             outcome.misses.append(f"{where} is of other tokens, another model or another tenant")
             continue
+        if chunk.lineage and chunk.lineage != (lineage_of(chunk.end) or chunk.lineage):
+            outcome.misses.append(f"{where} was computed in other passes than the first attempt's")
+            continue
         wanted = Wanted(chunk, head)
         try:
             wanted.check_record()
@@ -237,6 +247,20 @@ def _identity(work: Work, chunk: KvChunk, raw: KvIdentity) -> KvIdentity:
     if form != own or chunk.choice or work.prefill_ends:
         raise KvError(f"it is stored as {form}, which this request did not begin on")
     return identity_of(form, raw)
+
+
+class _Lineages:
+    """What the lineage of a position's KV is where a schedule is followed; empty where any will do."""
+
+    def __init__(self, work: Work) -> None:
+        prefill = NONE if work.fast and work.produced else recorded(work.prefill_ends, work.prefix_passes)
+        made = [sum(event.choice == choice for event in work.produced) for choice in range(work.sampling.n)]
+        ended = {event.choice for event in work.produced if event.finish is not None}
+        lengths = [(count, choice in ended) for choice, count in enumerate(made)]
+        self._passes = with_steps(prefill, lengths, len(work.prompt) + max(made)) if prefill.parts else NONE
+
+    def __call__(self, end: int) -> str:
+        return self._passes.upto(end).digest
 
 
 def _path(candidates: Sequence[Wanted], choice: int, prompt_tokens: int) -> list[Wanted]:

@@ -24,6 +24,7 @@ from typing import Final
 
 import msgspec
 
+from function_runtime.engine_like import SealedRangeLike
 from function_runtime.held import HeldRequest
 from function_runtime.inbox import Inbox
 from function_runtime.kv.arrival import Arrival
@@ -278,12 +279,15 @@ class DurableKv:
 
     # --- writing --------------------------------------------------------------------------------------------------
 
-    def has_already(self, held: HeldRequest, choice: int, start: int, end: int) -> bool:
-        """Whether this range need not be copied: it is stored (and named here), or a copy of it waits to be."""
-        if end - start != self._chunk_tokens or start % self._chunk_tokens:
+    def has_already(self, held: HeldRequest, sealed: SealedRangeLike) -> bool:
+        """Whether this range need not be copied: it is stored (and named here), or a copy of it waits to be; computed
+        in the same passes, because other ones give other bits."""
+        choice, start, end = sealed.choice, sealed.start, sealed.end
+        lineage = sealed.passes.digest
+        if end - start != self._chunk_tokens or start % self._chunk_tokens or not lineage:
             return False
         written = self._of(held)
-        key = (written.chains[choice].at(written.tokens[choice], end), start)
+        key = (written.chains[choice].at(written.tokens[choice], end), start, lineage)
         copy = self._copies.get(key)
         if copy is not None:
             copy.wanted_by.append((written, choice))
@@ -308,7 +312,8 @@ class DurableKv:
             if not written.settled:
                 self._seal(written, tuple(chunks), "")
 
-    def write(self, held: HeldRequest, choice: int, start: int, end: int, data: memoryview) -> None:
+    def write(self, held: HeldRequest, sealed: SealedRangeLike, data: memoryview) -> None:
+        choice, start, end = sealed.choice, sealed.start, sealed.end
         written = self._of(held)
         tokens, chain = written.tokens[choice], written.chains[choice]
         head = ChunkHead(
@@ -319,8 +324,9 @@ class DurableKv:
             start=start,
             end=end,
             tokens=tuple(tokens[start:end]),
+            passes=sealed.passes,
         )
-        copy = _Copy((head.chain, start), end, [(written, choice)])
+        copy = _Copy((head.chain, start, sealed.passes.digest), end, [(written, choice)])
         self._copies[copy.key] = copy
         if choice == 0:
             written.waiting[start] = max(end, written.waiting.get(start, 0))

@@ -250,6 +250,7 @@ class KvWriter:
                 chain=pending.head.chain.hex(),
                 parent=pending.head.parent.hex(),
                 form=pending.head.form,
+                lineage=pending.head.passes.digest if pending.head.form == "raw" else "",
             )
             chunks.setdefault(pending.owner, []).append(chunk)
         self._tell([(owner, tuple(stored)) for owner, stored in chunks.items()], "")

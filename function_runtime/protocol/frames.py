@@ -130,6 +130,8 @@ class Tokens(Message, frozen=True):
     """Prompt tokens whose KV was not computed by this attempt (prefix cache or stored KV)."""
     prefill_ends: tuple[int, ...] = ()
     """Sent with the first tokens of an attempt only: see `Work.prefill_ends`."""
+    prefix_passes: tuple[int, ...] = ()
+    """Likewise: see `Work.prefix_passes`."""
 
 
 class KvSealed(Message, frozen=True):

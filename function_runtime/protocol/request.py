@@ -110,6 +110,8 @@ class KvChunk(Value, frozen=True):
     """Chain hash (hex) at `start`; empty in records older than format 2."""
     form: str = "raw"
     """raw, or a lossy form (fp8, int4) that serves shared prefixes only."""
+    lineage: str = ""
+    """Digest (hex) of the passes that computed everything before `end`; empty where that is not known."""
 
 
 class Reuse(Value, frozen=True):
@@ -135,7 +137,10 @@ class Work(Value, frozen=True):
     """The log so far, in order; the replica continues at seq len(produced) + 1."""
     prefill_ends: tuple[int, ...] = ()
     """Positions at which the first attempt's prefill chunks ended; empty on a first attempt or if unknown.
-    The first element is the start (number of positions taken from the prefix cache)."""
+    The first element is the start (number of positions whose KV others had computed)."""
+    prefix_passes: tuple[int, ...] = ()
+    """How what is before `prefill_ends[0]` was computed, for a resume that has to compute it again: two numbers for
+    each pass (`function_runtime/passes.py`); empty if unknown."""
     kv: tuple[KvChunk, ...] = ()
     write_kv: bool = True
     """Write this request's KV behind to the object store."""

@@ -29,7 +29,7 @@ from tests.chaos.telling import Alone
 NAME: Final = "faults"
 ROUND: Final = 100
 FAULTS, QUICK_FAULTS = 2000, 60
-NUMBERS: Final = ("faults", "requests", "resumes", "exact_resumes", "destroyed", "misses_seen", "rounded", "orphans")
+NUMBERS: Final = ("faults", "requests", "resumes", "exact_resumes", "misses_seen", "rounded", "orphans")
 PROPERTIES: Final = ("lost", "doubled", "changed", "wrong_kv", "refused", "unaccounted", "left_behind")
 TALLIES: Final = ("states", "hits", "asked", "took_s")
 
@@ -75,7 +75,6 @@ def as_row(kind: str, found: Report) -> dict[str, Any]:
         "requests": len(found.tolds),
         "resumes": verdict.resumes,
         "exact_resumes": verdict.exact_resumes,
-        "destroyed": verdict.destroyed,
         "misses_seen": verdict.misses_seen,
         "rounded": len(verdict.rounded),
         "orphans": found.orphans,

@@ -48,8 +48,6 @@ class Verdict:
     resumes: int = 0
     exact_resumes: int = 0
     inexact: list[str] = field(default_factory=list)
-    destroyed: int = 0
-    """Resumes that could not be exact: they had begun on a stored prefix that was not to be had any more."""
     misses_seen: int = 0
     """Damaged chunks that a resume met and left out, with its reason in the attempt's record."""
     rounded: list[str] = field(default_factory=list)
@@ -137,24 +135,13 @@ def check_kv(damaged: Iterable[Damaged], turns: Sequence[Turn], into: Verdict) -
 
 
 def check_resumes(turns: Iterable[Turn], into: Verdict) -> None:
-    """Attempts that went on after a token, and how many of them say that they were exact. One that had begun on a
-    stored prefix cannot be where that prefix was not to be had any more: nothing else holds those bytes. Such are
-    counted apart."""
+    """Attempts that went on after a token, and how many of them say that they were exact."""
     for turn in turns:
         if turn.after_seq > 0 and turn.loaded_tokens is not None:
-            if not turn.exact and misses_its_prefix(turn.detail):
-                into.destroyed += 1
-                continue
             into.resumes += 1
             into.exact_resumes += bool(turn.exact)
             if not turn.exact:
                 into.inexact.append(f"{turn.request_id} epoch {turn.epoch}: {turn.detail or 'no reason'}")
-
-
-def misses_its_prefix(detail: str) -> bool:
-    begun = re.search(r"the first attempt took (\d+) positions from a prefix cache", detail)
-    missed = [int(start) for start in re.findall(r"\[(\d+), \d+\) of choice 0", detail)]
-    return begun is not None and any(start < int(begun.group(1)) for start in missed)
 
 
 def check_accounts(

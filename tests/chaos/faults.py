@@ -74,8 +74,7 @@ class Report:
         verdict = self.verdict
         return (
             f"seed {self.seed}: {len(self.faults)} faults, {len(self.tolds)} requests {self.states}; "
-            f"{verdict.exact_resumes} of {verdict.resumes} resumes exact "
-            f"(and {verdict.destroyed} whose stored prefix was gone); {verdict.misses_seen} damaged chunks met and "
+            f"{verdict.exact_resumes} of {verdict.resumes} resumes exact; {verdict.misses_seen} damaged chunks met and "
             f"left out; {len(verdict.rounded)} answers rounded otherwise; {self.orphans} orphan packs\n"
             f"hit {self.hits}\nasked {self.asked}"
         )

@@ -143,24 +143,6 @@ def test_first_attempts_are_no_resumes() -> None:
     assert verdict.resumes == 0
 
 
-BEGUN = "the first attempt took 32 positions from a prefix cache"
-
-
-@pytest.mark.parametrize(
-    ("detail", "destroyed"),
-    [
-        (f"[0, 32) of choice 0: its scope is another one; {BEGUN}", 1),
-        (BEGUN, 0),
-        (f"[32, 64) of choice 0: its scope is another one; {BEGUN}", 0),
-        ("[0, 32) of choice 0: its scope is another one; the schedule is not known", 0),
-    ],
-)
-def test_only_a_prefix_that_is_gone_excuses_an_inexact_resume(detail: str, destroyed: int) -> None:
-    verdict = Verdict()
-    check_resumes([turn(exact=False, detail=detail)], verdict)
-    assert (verdict.destroyed, verdict.resumes) == (destroyed, 1 - destroyed)
-
-
 @pytest.mark.parametrize(
     "ended", [Ended("running", 3, ""), Ended("queued", 0, ""), Ended("failed", 3, ""), Ended("refused", 0, "")]
 )

@@ -2,7 +2,7 @@
 
 The heads that share a key are the rows of one small product, so that keys are read once. Sequences whose blocks are
 neighbours are views; others are gathered block by block. Limits: decode rows are padded to the longest of their group,
-so groups are cut where padding would cost more than a call.
+so groups are cut where padding would cost more than a call; what comes out depends on lengths, not on where blocks lie.
 """
 
 from __future__ import annotations
@@ -96,6 +96,11 @@ class TorchAttention:
             if table[count - 1] - table[0] == count - 1 and _neighbours(table, count):
                 return DecodeGroup(first, last, lengths[0], None, table[0] * size, None)
         width = -(-max(lengths) // size)
+        heads = torch.arange(self._cache.layout.kv_heads).unsqueeze(1) * self._cache.blocks
+        if len(lengths) == 1:
+            # As wide as the view would be: where blocks lie must not change what comes out.
+            rows_of = (heads + torch.tensor(decodes[first].table[:width])).flatten()
+            return DecodeGroup(first, last, lengths[0], rows_of, 0, None)
         blocks: list[int] = []
         for rows in decodes[first:last]:
             table = rows.table[:width]
@@ -104,7 +109,6 @@ class TorchAttention:
         limits = torch.tensor(lengths).unsqueeze(1)
         visible = torch.arange(width * size).unsqueeze(0) < limits
         mask = torch.zeros(visible.shape, dtype=self._cache.memory.dtype).masked_fill_(~visible, -torch.inf)
-        heads = torch.arange(self._cache.layout.kv_heads).unsqueeze(1) * self._cache.blocks
         rows_of = (heads + torch.tensor(blocks)).flatten()
         return DecodeGroup(first, last, width * size, rows_of, 0, mask.view(1, len(lengths), 1, -1))
 
@@ -123,8 +127,8 @@ class TorchAttention:
                 k = key_slots[:, group.base : group.base + group.width].unsqueeze(1)
                 v = value_slots[:, group.base : group.base + group.width].unsqueeze(1)
             else:
-                k = self._gather(cache.keys[layer], group.blocks, count)
-                v = self._gather(cache.values[layer], group.blocks, count)
+                k = self._gather(cache.keys[layer], group.blocks, count)[:, :, : group.width]
+                v = self._gather(cache.values[layer], group.blocks, count)[:, :, : group.width]
             q = grouped[group.first : group.last].transpose(0, 1)
             if count < _PLAIN_FROM or group.mask is None:
                 out = F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask)

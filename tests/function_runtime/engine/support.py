@@ -13,6 +13,7 @@ from torch import Tensor
 from function_runtime.engine.engine import Engine
 from function_runtime.engine.errors import EngineError
 from function_runtime.engine.output import Restored
+from function_runtime.passes import Passes
 from function_runtime.protocol import EngineOptions, Sampling, TokenEvent, Work
 from model_loader.importer import import_model
 from model_loader.manifest import Manifest
@@ -59,13 +60,15 @@ def make_work(
     scope: str = "tenant",
     produced: Sequence[TokenEvent] = (),
     prefill_ends: Sequence[int] = (),
+    prefix_passes: Sequence[int] = (),
     write_kv: bool = True,
     **sampling: Any,
 ) -> Work:
     chosen = Sampling(**{"seed": 11, "max_tokens": 16, "temperature": 0.0, **sampling})
     return Work(
         name, epoch, "tenant", scope, tuple(prompt), chosen,
-        produced=tuple(produced), prefill_ends=tuple(prefill_ends), write_kv=write_kv,
+        produced=tuple(produced), prefill_ends=tuple(prefill_ends), prefix_passes=tuple(prefix_passes),
+        write_kv=write_kv,
     )  # fmt: skip
 
 
@@ -76,12 +79,15 @@ class Transcript:
     events: list[TokenEvent] = field(default_factory=list)
     seqs: list[int] = field(default_factory=list)
     prefill_ends: tuple[int, ...] = ()
+    prefix_passes: tuple[int, ...] = ()
     cached_tokens: int = 0
     ended: bool = False
     cancelled: bool = False
     error: EngineError | None = None
     kv: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
     """(choice, start, end) -> exported KV of each sealed range."""
+    passes: dict[tuple[int, int, int], Passes] = field(default_factory=dict)
+    """How it was computed, likewise."""
     device_us: int = 0
 
     def text(self, choice: int = 0) -> str:
@@ -111,7 +117,9 @@ class Driver:
             self.transcripts[name].device_us += prefill_us + decode_us
         for sealed in output.sealed:
             kv = self.engine.export_kv(sealed.request_id, sealed.choice, sealed.start, sealed.end)
-            self.transcripts[sealed.request_id].kv[sealed.choice, sealed.start, sealed.end] = kv
+            place = (sealed.choice, sealed.start, sealed.end)
+            self.transcripts[sealed.request_id].kv[place] = kv
+            self.transcripts[sealed.request_id].passes[place] = sealed.passes
         for batch in output.tokens:
             transcript = self.transcripts[batch.request_id]
             transcript.seqs += range(batch.first_seq, batch.first_seq + len(batch.events))
@@ -119,7 +127,7 @@ class Driver:
             transcript.cached_tokens = batch.cached_tokens
             if batch.prefill_ends:
                 assert not transcript.prefill_ends
-                transcript.prefill_ends = batch.prefill_ends
+                transcript.prefill_ends, transcript.prefix_passes = batch.prefill_ends, batch.prefix_passes
         for end in output.finished:
             transcript = self.transcripts[end.request_id]
             assert not transcript.ended

@@ -45,7 +45,7 @@ class Pool(RuleBasedStateMachine):
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
         chain = data.draw(st.sampled_from(sorted(self.content)))
-        found = self.pool.find([chain, b"unknown"])
+        found = self.pool.find([chain, b"unknown"], 16)[0]
         assert found == [self.content[chain]]
         self.pool.hold(found[0])
         self.tables.append(found)
@@ -62,7 +62,7 @@ class Pool(RuleBasedStateMachine):
     def forget(self, data: st.DataObject) -> None:
         chain = data.draw(st.sampled_from(sorted(self.content)))
         self.pool.forget(self.content.pop(chain))
-        assert self.pool.find([chain]) == []
+        assert self.pool.find([chain], 16)[0] == []
 
     @invariant()
     def every_block_is_held_or_available(self) -> None:
@@ -72,7 +72,7 @@ class Pool(RuleBasedStateMachine):
         for block in range(TOTAL):
             assert self.pool.holders(block) == sum(table.count(block) for table in self.tables)
         for chain, block in self.content.items():
-            assert self.pool.find([chain]) == [block]
+            assert self.pool.find([chain], 16)[0] == [block]
 
 
 Pool.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
@@ -93,7 +93,7 @@ def test_the_end_of_a_prefix_goes_before_its_beginning() -> None:
         pool.publish(block, bytes([index]))
     pool.release(table)
     pool.allocate(None)
-    assert pool.find([b"\0", b"\1", b"\2"]) == table[:2]
+    assert pool.find([b"\0", b"\1", b"\2"], 16)[0] == table[:2]
 
 
 def test_releasing_what_is_not_held_is_an_error() -> None:

@@ -9,6 +9,7 @@ import random
 import struct
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,13 @@ from hypothesis import strategies as st
 
 from function_runtime.engine_like import KvLayout
 from function_runtime.errors import KvError
+from function_runtime.kv import chunk as format_of
 from function_runtime.kv.checksum import crc32c
-from function_runtime.kv.chunk import ChunkHead, EncodedChunk, encode_chunk, open_chunk
+from function_runtime.kv.chunk import ChunkHead, EncodedChunk, encode_chunk, header_nbytes, open_chunk, open_header
 from function_runtime.kv.fields import decode_fields, encode_fields
 from function_runtime.kv.identity import Chain, KvIdentity
 from function_runtime.kv.pack import build_pack, read_entries
+from function_runtime.passes import NONE, Passes
 from model_loader.errors import StoreError
 from model_loader.objects import DirectoryStore
 
@@ -96,6 +99,36 @@ def test_damage_under_a_recorded_digest_of_its_own_is_found_by_fields_and_checks
         return
     with pytest.raises(KvError):
         open_chunk(memoryview(altered), hashlib.sha256(altered).hexdigest(), head)
+
+
+def test_a_chunk_says_how_it_was_computed_and_one_of_the_first_version_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    passes = NONE.with_pass(30, 200).with_rows(18, 1)
+    head = dataclasses.replace(head_of(), passes=passes)
+    chunk, raw = encoded(head)
+    assert open_header(memoryview(raw), len(raw), head_of()).passes == passes
+    assert header_nbytes(len(raw), head_of()) == len(chunk.head)
+    fields = format_of._fields
+
+    def older(head: ChunkHead, crcs: Sequence[int], layer_bytes: int, first: int) -> bytes:
+        now = decode_fields(memoryview(fields(head, crcs, layer_bytes, first)))
+        return encode_fields([field for field in now if field[0] != "passes"])
+
+    monkeypatch.setattr(format_of, "_fields", older)
+    monkeypatch.setattr(format_of, "VERSION", 1)
+    chunk, raw = encoded(head)
+    monkeypatch.undo()
+    opened = open_header(memoryview(raw), len(raw), head_of())
+    assert opened.passes is None and opened.places[0].offset == header_nbytes(len(raw), head_of())
+    assert bytes(open_chunk(memoryview(raw), chunk.digest, head_of())) == bytes(chunk.data)
+
+
+@pytest.mark.parametrize("bad", [NONE.with_pass(47, 47), NONE.with_pass(49, 49)])
+def test_passes_that_end_elsewhere_are_a_miss(bad: Passes) -> None:
+    _, raw = encoded(dataclasses.replace(head_of(), passes=bad))
+    with pytest.raises(KvError, match="passes end at"):
+        open_header(memoryview(raw), len(raw), head_of())
 
 
 OTHERS = {

@@ -129,7 +129,7 @@ def test_a_damaged_scale_is_a_miss(stored: Stored, form: Form) -> None:
     head = ChunkHead(
         identity_of(form, RAW), "a", bytes(32), bytes(32), victim.start, victim.end, PROMPT[32:64]
     )  # fmt: skip
-    at = victim.offset + header_nbytes(head) + data + scales // 2
+    at = victim.offset + header_nbytes(victim.nbytes, head) + data + scales // 2
     raw = bytearray(stored.path(victim).read_bytes())
     raw[at] ^= 1
     stored.path(victim).write_bytes(raw)

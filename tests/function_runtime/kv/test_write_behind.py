@@ -188,7 +188,7 @@ def test_a_name_is_good_for_a_minute_or_while_somebody_counts_on_it() -> None:
     clock = Clock()
     known = KnownChunks(clock)
     chunk = KvChunk(0, 0, 32, "kv/packs/p", 0, 1, "d" * 64, "ab" * 32)
-    key = (bytes.fromhex(chunk.chain), 0)
+    key = (bytes.fromhex(chunk.chain), 0, "")
     known.add(chunk)
     clock.now_s += KNOWN_FOR_S - 1
     assert known.find(key, lambda pack: False) == chunk

@@ -82,8 +82,9 @@ def resume_of(link: ReplicaLink, request: Work, tokens: int, kv: tuple[KvChunk, 
     first = next(m for m in link.said if isinstance(m, Tokens) and m.request_id == request.request_id)
     produced = tuple(event for _, event in link.tokens(request))[:tokens]
     return msgspec.structs.replace(
-        request, epoch=request.epoch + 1, produced=produced, prefill_ends=first.prefill_ends, kv=kv
-    )
+        request, epoch=request.epoch + 1, produced=produced, prefill_ends=first.prefill_ends,
+        prefix_passes=first.prefix_passes, kv=kv,
+    )  # fmt: skip
 
 
 def kill(agent: AgentProcess, status: ReplicaStatus) -> None:
@@ -368,6 +369,46 @@ def test_a_prompt_that_another_replica_computed_is_loaded_by_the_next_cold_one(
         # The journal is told what the request was begun with, so that a resume can begin with the same.
         assert {chunk.digest for chunk in kept[: len(asked.chains)]} <= {c.digest for c in chunks_of(link, request)}
     end(native_agent, second)
+
+
+def test_what_began_on_a_stored_prefix_goes_on_byte_for_byte_when_the_prefix_is_gone(
+    native_agent: AgentProcess, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """The prefix holds a prompt and an answer: they are computed again as they were, one pass and single steps."""
+    worth_it = Reuse(probability=1.0, device_microusd_per_hour=10**12)
+    first = native_agent.ready(tiny_model.spec(tmp_path))
+    with native_agent.connect(first) as link:
+        request = link.submit(request_of(SAMPLINGS["greedy"], reuse=worth_it))
+        link.outcome(request)
+        answer = [event.token_id for _, event in link.tokens(request)]
+        wait_for(lambda: link.receive() and len(kept_of(link, request)) >= 5, 20, "kept chunks")
+        kept = kept_of(link, request)
+        link.settle(request)
+    end(native_agent, first)
+    turn = work(
+        (*PROMPT, *answer, 11, 12, 13), max_tokens=60, ignore_eos=True, logprobs=2, reuse=worth_it,
+        **SAMPLINGS["seeded"],
+    )  # fmt: skip
+    second = native_agent.ready(tiny_model.spec(tmp_path))
+    with native_agent.connect(second) as link:
+        request = link.submit(turn)
+        asked = link.next(KvAsk)
+        link.send(KvKnown(request.request_id, request.epoch, kept[: len(asked.chains)]))
+        assert link.next(Accepted).loaded_tokens == kept[-1].end
+        link.outcome(request)
+        whole = [event for _, event in link.tokens(request)]
+        resume = resume_of(link, request, 23, chunks_of(link, request))
+    assert resume.prefill_ends[0] == kept[-1].end and resume.prefix_passes == (77, 77, kept[-1].end, -1)
+    end(native_agent, second)
+    shutil.rmtree(tmp_path / "kv")
+    third = native_agent.ready(tiny_model.spec(tmp_path))
+    with native_agent.connect(third) as link:
+        resumed = link.submit(resume)
+        accepted = link.next(Accepted)
+        assert accepted.exact and accepted.loaded_tokens == 0, accepted
+        link.outcome(resumed)
+        assert [event for _, event in link.tokens(resumed)] == whole[23:]
+    end(native_agent, third)
 
 
 @pytest.mark.parametrize("answer", ["none", "late", "another byte"])
