@@ -50,8 +50,13 @@ def one_round(kind: str, seed: int, faults: int, alone: Alone, keep: Path | None
     """Never raises: a round that came to nothing says so. Where it found something its folder is kept in `keep`."""
     folder, begin_s = Path(tempfile.mkdtemp(prefix="stoker-faults-")), time.monotonic()
     done: list[Done] = []
+
+    def tell(fault: Done) -> None:
+        done.append(fault)
+        print(f"{time.monotonic() - begin_s:7.1f} s  {fault} ({fault.took_s:.1f} s)", flush=True)
+
     try:
-        found = under_fire(folder, kind, seed=seed, faults=faults, prompts=2, alone=alone, on_done=done.append)
+        found = under_fire(folder, kind, seed=seed, faults=faults, prompts=2, alone=alone, on_done=tell)
     except Exception:
         found = Report(seed, done)
         found.verdict.lost.append(f"the round ended after {len(done)} faults: {traceback.format_exc()}")
