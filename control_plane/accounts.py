@@ -124,10 +124,13 @@ def charge_request(connection: Connection, subject: Subject, entries: Sequence[E
 
 def settle_replica(connection: Connection, status: ReplicaStatus, at_us: int, *, final: bool) -> None:
     """Charge what a replica's own time has grown by. `final`: nothing more will come, what no part explains is
-    unreported. Settling twice the same adds nothing."""
+    unreported. Settling twice the same adds nothing; of one that has ended nothing but another end is taken: a report
+    that was under way when it came knows less."""
     subject = Subject(status.spec.tenant, status.function, status.revision, replica_id=status.replica_id)
     for _ in range(_TRIES):
         account = _read(connection, subject, at_us)
+        if account.closed_us is not None and not final:
+            return
         rows = _settled(account, status, at_us, final=final)
         if _charge(connection, subject, account, rows, at_us):
             return

@@ -94,6 +94,16 @@ async def test_closing_twice_adds_nothing(journal: Journal, database: Database) 
     assert await ledger.of_replica("rep-1") == rows
 
 
+async def test_a_report_that_the_end_overtook_changes_nothing(journal: Journal, database: Database) -> None:
+    ledger = Ledger(database)
+    await ledger.report_replica(replica_status(time=ReplicaTime(500, 100, 0, 300, 100)))
+    await ledger.close_replica(replica_status(time=ReplicaTime(1_000, 100, 0, 600, 200)))
+    await ledger.report_replica(replica_status(time=ReplicaTime(900, 100, 0, 500, 200)))
+    held = await database.read(query("SELECT held_us FROM replica_accounts WHERE closed_us IS NOT NULL"))
+    assert [tuple(row) for row in held] == [(1_000,)]
+    assert (await sums(database))[0] == 1_000
+
+
 async def test_reports_of_a_living_replica_are_charged_once(journal: Journal, database: Database) -> None:
     ledger = Ledger(database)
     await ledger.report_replica(replica_status(time=ReplicaTime(500, 100, 0, 300, 100)))
