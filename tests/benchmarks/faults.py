@@ -27,7 +27,7 @@ from tests.chaos.site import missing
 from tests.chaos.telling import Alone
 
 NAME: Final = "faults"
-ROUND: Final = 100
+ROUND: Final = 200
 FAULTS, QUICK_FAULTS = 2000, 60
 NUMBERS: Final = ("faults", "requests", "resumes", "exact_resumes", "misses_seen", "rounded", "orphans")
 PROPERTIES: Final = ("lost", "doubled", "changed", "wrong_kv", "refused", "unaccounted", "left_behind")
@@ -56,7 +56,7 @@ def one_round(kind: str, seed: int, faults: int, alone: Alone, keep: Path | None
         print(f"{time.monotonic() - begin_s:7.1f} s  {fault} ({fault.took_s:.1f} s)", flush=True)
 
     try:
-        found = under_fire(folder, kind, seed=seed, faults=faults, prompts=2, alone=alone, on_done=tell)
+        found = under_fire(folder, kind, seed=seed, faults=faults, alone=alone, on_done=tell)
     except Exception:
         found = Report(seed, done)
         found.verdict.lost.append(f"the round ended after {len(done)} faults: {traceback.format_exc()}")

@@ -106,7 +106,7 @@ class Fault:
 
 
 def schedule(
-    seed: int, count: int, names: Iterable[str] = LOCAL, *, fewest: int = 10, most: int = 160
+    seed: int, count: int, names: Iterable[str] = LOCAL, *, fewest: int = 10, most: int = 100
 ) -> tuple[Fault, ...]:
     """Every kind once, in a drawn order, as far as `count` goes; then by weight."""
     rng = random.Random(f"{seed}/schedule")
