@@ -16,7 +16,9 @@ from typing import Final
 import torch
 
 from function_runtime import process
+from function_runtime.artifacts import Artifacts
 from function_runtime.clock import Stopwatch
+from function_runtime.compiled import keep_artifacts, restore_artifacts
 from function_runtime.engine import warmup
 from function_runtime.engine.engine import Engine
 from function_runtime.engine.errors import EngineError
@@ -172,6 +174,8 @@ class NativeBuilder:
         self._manifest: Manifest | None = None
         self._tokenizer: Tokenizer | None = None
         self._ahead: dict[Path, MappedForm] = {}
+        self._artifacts_dir: Path | None = None
+        self._artifacts: Artifacts | None = None
 
     def warm_up(self) -> None:
         """Starts the compute threads and faults in the code of the operations every model runs."""
@@ -192,7 +196,8 @@ class NativeBuilder:
                 return True
         return False
 
-    def begin(self, spec: ReplicaSpec) -> None:
+    def begin(self, spec: ReplicaSpec, artifacts_dir: Path | None) -> None:
+        self._artifacts_dir = artifacts_dir
         free_bytes = process.available_bytes()
         if free_bytes < MIN_FREE_BYTES:
             message = f"{free_bytes} bytes of memory are available, {MIN_FREE_BYTES} are needed to begin"
@@ -224,6 +229,8 @@ class NativeBuilder:
             stage.detail = f"mapped ahead: {mapped.populated_bytes} bytes"
             if form.board is not None and not form.board.is_complete:
                 stage.detail = f"still arriving: {form.board.landed_bytes} bytes are here"
+        if self._artifacts_dir is not None:
+            self._artifacts = restore_artifacts(spec, form.dtype, self._artifacts_dir, watch)
         with watch.run("build") as stage:
             try:
                 engine = Engine.load(form, manifest.config, tokenizer, manifest.eos_token_ids, spec.options)
@@ -233,6 +240,9 @@ class NativeBuilder:
             kv_tokens = engine.stats.kv_total_blocks * engine.kv_layout.block_size
             stage.detail = f"threads={torch.get_num_threads()} kv_tokens={kv_tokens}"
         return NativeEngine(engine)
+
+    def end(self) -> None:
+        keep_artifacts(self._artifacts)
 
     def open_kv(
         self, spec: ReplicaSpec, engine: EngineLike, inbox: Inbox, serving: Callable[[], Serving]

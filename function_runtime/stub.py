@@ -146,7 +146,10 @@ class StubBuilder:
     def map_ahead(self, paths: Sequence[Path]) -> bool:
         return False
 
-    def begin(self, spec: ReplicaSpec) -> None:
+    def begin(self, spec: ReplicaSpec, artifacts_dir: Path | None) -> None:
+        pass
+
+    def end(self) -> None:
         pass
 
     def build(

@@ -31,6 +31,8 @@ class Specialise(Word, frozen=True):
     token: str
     log_path: str
     held_since_ns: int
+    artifacts_dir: str = ""
+    """Where the slot keeps compiled kernels."""
 
 
 class Prepared(Word, frozen=True):

@@ -58,7 +58,7 @@ class EngineBuilder(Protocol):
         """Maps some more of these prepared forms and lets go of others; a few milliseconds a call. False: all done."""
         ...
 
-    def begin(self, spec: ReplicaSpec) -> None: ...
+    def begin(self, spec: ReplicaSpec, artifacts_dir: Path | None) -> None: ...
     def build(
         self, spec: ReplicaSpec, prepared: Path | None, watch: Stopwatch, arriving: Path | None = None
     ) -> EngineLike:
@@ -68,6 +68,9 @@ class EngineBuilder(Protocol):
     def open_kv(
         self, spec: ReplicaSpec, engine: EngineLike, inbox: Inbox, serving: Callable[[], Serving]
     ) -> KvService | None: ...
+    def end(self) -> None:
+        """The replica drained: what it made that others can use is kept."""
+        ...
 
 
 class _Words:
@@ -133,7 +136,7 @@ def _live(channel: AgentChannel, builder: EngineBuilder) -> int:
     watch = Stopwatch()
     inbox = Inbox()
     try:
-        builder.begin(spec)
+        builder.begin(spec, Path(word.artifacts_dir) if word.artifacts_dir else None)
         prepared = words.next()
         if isinstance(prepared, Drain):
             return EXIT_DRAINED
@@ -186,6 +189,7 @@ def _live(channel: AgentChannel, builder: EngineBuilder) -> int:
         traceback.print_exc()
         channel.say(_explain(fault))
         return EXIT_FAILED
+    builder.end()
     if kv is not None:
         kv.close()
     totals = kv.store_totals() if kv is not None else StoreTotals()

@@ -190,7 +190,11 @@ class Slot:
             raise
         replica.worker, replica.pid = worker, worker.pid
         replica.add_stage("worker", begin_ns, detail="waiting" if replica.warm_worker else "started")
-        worker.say(Specialise(replica.spec, replica.token, str(log_path), replica.created_ns))
+        worker.say(
+            Specialise(
+                replica.spec, replica.token, str(log_path), replica.created_ns, str(self.directory / "artifacts")
+            )
+        )
         handed = checkpoint.done()
         if handed:
             worker.say(Prepared((await checkpoint).path))
