@@ -11,13 +11,11 @@ import mmap
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from function_runtime.engine.errors import OutOfMemory
 from function_runtime.engine_like import KvLayout
-from function_runtime.kv.memory import MEMORY
 
 BLOCK_SIZE: Final = 16
 
@@ -60,26 +58,8 @@ class KvCache:
 
     def read(self, table: Sequence[int], start: int, end: int) -> Tensor:
         """A copy on the CPU of positions `[start, end)`: `[layers, 2, tokens, kv_heads, head_dim]`."""
-        if self.device.type == "cpu":
-            return self._copied(table, start, end)
         slots = self.slots(table, start, end)
         return self._slots.index_select(3, slots).permute(0, 1, 3, 2, 4).contiguous().cpu()
-
-    def _copied(self, table: Sequence[int], start: int, end: int) -> Tensor:
-        """Block by block in this thread alone: torch would wake and spin its threads for every few rows, which costs
-        ten times what copying them does."""
-        layout, size, count = self.layout, self.layout.block_size, end - start
-        source = self.memory.view(torch.uint8).numpy()
-        copy = np.frombuffer(MEMORY.lease(layout.nbytes_per_token * count), np.uint8)
-        target = copy.reshape(layout.num_layers, 2, count, layout.kv_heads, -1)
-        at = start
-        while at < end:
-            block, first = table[at // size], at % size
-            rows = min(size - first, end - at)
-            run = source[:, :, :, block, first : first + rows].swapaxes(2, 3)
-            np.copyto(target[:, :, at - start : at - start + rows], run)
-            at += rows
-        return torch.from_numpy(copy).view(self.memory.dtype).view(*target.shape[:-1], layout.head_dim)
 
     def write(self, table: Sequence[int], start: int, values: Tensor) -> None:
         """Writes `values` (as `read` gives them) at positions from `start` on."""

@@ -30,12 +30,13 @@ from tests.support.smollm2 import NotFetched, gguf
 LIMIT = 0.03
 
 
-def checkpoint_in(folder: Path) -> tuple[str, Checkpoint]:
+def checkpoint_in(folder: Path, small: bool = False) -> tuple[str, Checkpoint]:
     try:
-        return "SmolLM2-135M", prepare_checkpoint(gguf(), folder)
+        if not small:
+            return "SmolLM2-135M", prepare_checkpoint(gguf(), folder)
     except (NotFetched, OSError) as error:
         report.console.print(f"SmolLM2 is left out: {error}")
-        return "a tiny model", prepare_checkpoint(make_tiny_llama(folder / "tiny", layers=4, hidden=256), folder)
+    return "a tiny model", prepare_checkpoint(make_tiny_llama(folder / "tiny", layers=4, hidden=256), folder)
 
 
 @dataclass(slots=True)
