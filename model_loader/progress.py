@@ -55,15 +55,17 @@ class Reporter:
             self._report(Progress(self._stage, self._done_bytes, self.total_bytes))
 
 
+def say_event(event: Mapping[str, object]) -> None:
+    """One line of a subprocess's answer; from the thread that reports only."""
+    sys.stdout.write(json.dumps(event, ensure_ascii=True) + "\n")
+    sys.stdout.flush()
+
+
 def run_reporting(work: Callable[[Callable[[Progress], None]], Mapping[str, object]]) -> int:
     """Runs `work` as the body of a subprocess; gives the exit status."""
 
-    def say(event: Mapping[str, object]) -> None:
-        sys.stdout.write(json.dumps(event, ensure_ascii=True) + "\n")
-        sys.stdout.flush()
-
     def report(progress: Progress) -> None:
-        say({
+        say_event({
             "event": "progress",
             "stage": progress.stage,
             "done_bytes": progress.done_bytes,
@@ -73,15 +75,15 @@ def run_reporting(work: Callable[[Callable[[Progress], None]], Mapping[str, obje
 
     try:
         result = work(report)
-        say({"event": "done", **result})
+        say_event({"event": "done", **result})
         return 0
     except BrokenPipeError:
         # Whoever asked is gone; nobody reads the outcome.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except LoaderError as error:
-        say({"event": "error", "code": error.code, "message": str(error), "retry": error.retry})
+        say_event({"event": "error", "code": error.code, "message": str(error), "retry": error.retry})
     except OSError as error:
         known = from_os_error(error, error.filename or "the model")
-        say({"event": "error", "code": known.code, "message": str(known), "retry": known.retry})
+        say_event({"event": "error", "code": known.code, "message": str(known), "retry": known.retry})
     return 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from control_plane.api import encryption, functions, keys, kv, organization, retention
+from control_plane.api import encryption, functions, keys, kv, models, organization, retention
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -20,5 +20,6 @@ def routes(context: AppContext) -> list[web.RouteDef]:
         *encryption.routes(context),
         *retention.routes(context),
         *kv.routes(context),
+        *models.routes(context),
         *organization.routes(context),
     ]

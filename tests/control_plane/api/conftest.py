@@ -33,6 +33,9 @@ class Service:
     functions: FunctionStore
     admin: str
     user: str
+    models_dir: Path
+    allowed_dir: Path
+    """Models may be imported out of this folder."""
 
     @property
     def url(self) -> str:
@@ -57,7 +60,8 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
     journal = Journal(database, "gw-1")
     dispatcher = Dispatcher(journal, Decisions(database), QueueSettings())
     parts = SimpleNamespace(db=database, keys=keys, functions=functions, dispatcher=dispatcher)
-    parts.journal, parts.settings = journal, Settings(tmp_path)
+    allowed = ("pypi://*", "hf://*", f"file://{tmp_path}/allowed/*")
+    parts.journal, parts.settings = journal, Settings(tmp_path, models=ModelSettings(allowed=allowed))
     parts.kv_index, parts.kv_collection = KvIndex(database), None
     context = cast(AppContext, parts)
     app = web.Application(middlewares=[error_middleware])
@@ -70,5 +74,6 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
     _, admin = await keys.create("default", "admin", Role.ADMIN)
     _, user = await keys.create("default", "user", Role.USER)
     async with TestClient(TestServer(app, host="127.0.0.1")) as client:
-        yield Service(client, database, keys, functions, admin, user)
+        models_dir = parts.settings.models_dir
+        yield Service(client, database, keys, functions, admin, user, models_dir, tmp_path / "allowed")
     await database.close()

@@ -14,7 +14,7 @@ import pytest
 
 from control_plane.cli.data_dir import DataDir, Holder
 from control_plane.cli.failure import CommandError
-from control_plane.cli.output import columns, money, seconds, size
+from control_plane.cli.output import columns, money, moved, seconds, size
 from control_plane.cli.replicas import of_interest
 from control_plane.cli.usage import microusd_of
 from control_plane.resumption import Unreachable
@@ -99,3 +99,12 @@ def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CommandError, match="cannot be written"), DataDir.at(tmp_path / "file" / "data").hold("x"):
         pass
+
+
+def test_a_bar_tells_what_has_moved_and_how_fast_what_is_new_comes() -> None:
+    mib = 1024 * 1024
+    assert moved(0, 0, 0, 1.0) == ""
+    assert moved(5 * mib, 0, 5 * mib, 1.0) == "5 MiB"
+    assert moved(50 * mib, 100 * mib, 10 * mib, 2.0) == "50 MiB of 100 MiB (50%), 5 MiB/s"
+    assert moved(50 * mib, 100 * mib, 0, 2.0) == "50 MiB of 100 MiB (50%)"
+    assert moved(50 * mib, 100 * mib, 10 * mib, 0.1) == "50 MiB of 100 MiB (50%)"

@@ -1,0 +1,209 @@
+"""`/api/v1/models`: imported checkpoints listed, looked into, imported, verified, removed.
+
+Imports and verification answer with a line of JSON after another (NDJSON). All of it needs an admin key; a tenant other
+than `default` sees the models that its own functions use, and removes none, since the models directory is shared. A
+model that a function uses is not removed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from aiohttp import web
+
+from control_plane.api.bodies import decode, read_body
+from control_plane.errors import Conflict, Forbidden, Internal, InvalidRequest, NotFound, StokerError
+from control_plane.functions import Function
+from control_plane.model_tool import Line, run_import, run_verification
+from control_plane.tenants import DEFAULT_TENANT, ApiKey, Role
+from model_loader.catalogue import KnownModel, find_model, list_models, remove_model
+from model_loader.errors import LoaderError, SourceMissing, SourceRefused
+from model_loader.sources import ModelUri, check_allowed
+
+if TYPE_CHECKING:
+    from control_plane.context import AppContext
+
+
+class ImportBody(msgspec.Struct, forbid_unknown_fields=True):
+    model: str
+
+
+class VerifyBody(msgspec.Struct, forbid_unknown_fields=True):
+    models: list[str] = []
+
+
+def routes(context: AppContext) -> list[web.RouteDef]:
+    functions, settings = context.functions, context.settings
+    models_dir: Path = settings.models_dir
+
+    def admin(request: web.Request) -> ApiKey:
+        key = context.keys.authenticate(request.headers.get("Authorization"))
+        key.require(Role.ADMIN)
+        return key
+
+    def users(model: KnownModel, tenant: str | None = None) -> list[Function]:
+        """Functions whose current revision is this model, or will be when its import is done."""
+        return [
+            each
+            for each in functions.list(tenant)
+            if each.current.identity == model.identity
+            or (each.current.identity is None and each.spec.model in model.uris)
+        ]
+
+    def is_seen(model: KnownModel, tenant: str) -> bool:
+        return tenant == DEFAULT_TENANT or bool(users(model, tenant))
+
+    async def named(name: str, tenant: str) -> KnownModel:
+        try:
+            model = await asyncio.to_thread(find_model, models_dir, name)
+        except SourceMissing as error:
+            raise NotFound(str(error), param="model", code="model_not_found") from error
+        except SourceRefused as error:
+            raise InvalidRequest(str(error), param="model") from error
+        if not is_seen(model, tenant):
+            raise NotFound(f"no model {name[:200]} is used by a function of yours", param="model")
+        return model
+
+    def summary(model: KnownModel, tenant: str) -> dict[str, Any]:
+        manifest = model.manifest
+        shown: dict[str, Any] = {
+            "object": "model",
+            "identity": model.identity,
+            "uris": list(model.uris),
+            "state": model.state.value,
+            "problem": model.problem or None,
+            "kept_bytes": model.kept_bytes,
+            "functions": sorted(each.name for each in users(model, tenant)),
+        }
+        if manifest is not None:
+            shown |= {
+                "pinned_uri": manifest.pinned_uri,
+                "manifest_version": manifest.version,
+                "format": manifest.format,
+                "architecture": manifest.architecture,
+                "dtype": manifest.config.dtype,
+                "nbytes": sum(file.nbytes for file in manifest.files),
+                "tensors": len(manifest.tensors),
+                "context_length": manifest.context_length,
+                "licence": manifest.licence,
+            }
+        return shown
+
+    async def show(request: web.Request) -> web.Response:
+        tenant = admin(request).tenant
+        known = await asyncio.to_thread(list_models, models_dir)
+        data = [summary(model, tenant) for model in known if is_seen(model, tenant)]
+        return web.json_response({"object": "list", "data": data})
+
+    async def inspect(request: web.Request) -> web.Response:
+        tenant = admin(request).tenant
+        model = await named(request.match_info["name"], tenant)
+        return web.json_response({**summary(model, tenant), **(details(model) if model.manifest else {})})
+
+    async def bring(request: web.Request) -> web.StreamResponse:
+        admin(request)
+        uri = decode(await read_body(request), ImportBody).model
+        try:
+            check_allowed(uri, settings.models.allowed)
+            ModelUri.parse(uri)
+        except LoaderError as error:
+            raise InvalidRequest(str(error), param="model", code=error.code) from error
+        return await _told(request, run_import(uri, models_dir, settings.models.allowed))
+
+    async def verify(request: web.Request) -> web.StreamResponse:
+        tenant = admin(request).tenant
+        asked = decode(await read_body(request), VerifyBody).models if request.can_read_body else []
+        if asked:
+            models: Sequence[KnownModel] = [await named(name, tenant) for name in asked]
+        else:
+            known = await asyncio.to_thread(list_models, models_dir)
+            models = [model for model in known if is_seen(model, tenant)]
+        damaged = [model for model in models if model.manifest is None]
+        paths = [model.manifest.path for model in models if model.manifest is not None]
+
+        async def lines() -> AsyncIterator[Line]:
+            for model in damaged:
+                yield {"event": "bad", "identity": model.identity, "uri": "", "file": "", "offset": 0, "nbytes": 0,
+                       "expected": "", "found": "", "message": model.problem}  # fmt: skip
+            async for line in run_verification(paths):
+                if line["event"] == "done":
+                    line = {
+                        **line,
+                        "models": line["models"] + len(damaged),
+                        "bad_models": line["bad_models"] + len(damaged),
+                    }
+                yield line
+
+        return await _told(request, lines())
+
+    async def remove(request: web.Request) -> web.Response:
+        key = admin(request)
+        if key.tenant != DEFAULT_TENANT:
+            raise Forbidden(f"models are shared by all tenants: it needs an admin key of the tenant {DEFAULT_TENANT}")
+        model = await named(request.match_info["name"], key.tenant)
+        await functions.refresh()
+        if using := users(model):
+            names = ", ".join(sorted(f"{each.tenant}/{each.name}" for each in using)[:5])
+            raise Conflict(
+                f"the model {model.identity[:16]} is used by {names}: delete or change what uses it first",
+                code="model_in_use",
+            )
+        try:
+            removed = await asyncio.to_thread(remove_model, models_dir, model.identity)
+        except LoaderError as error:
+            raise Internal(str(error)) from error
+        return web.json_response({"object": "model", "deleted": True, "uris": list(model.uris), **asdict(removed)})
+
+    return [
+        web.get("/api/v1/models", show),
+        web.post("/api/v1/models/import", bring),
+        web.post("/api/v1/models/verify", verify),
+        web.get("/api/v1/models/{name:.+}", inspect),
+        web.delete("/api/v1/models/{name:.+}", remove),
+    ]
+
+
+def details(model: KnownModel) -> dict[str, Any]:
+    """What the manifest says in full."""
+    manifest = model.manifest
+    if manifest is None:
+        return {}
+    contents = manifest.contents or (None,) * len(manifest.files)
+    return {
+        "config": asdict(manifest.config),
+        "chat_template": manifest.chat_template,
+        "bos_token": manifest.bos_token,
+        "eos_token": manifest.eos_token,
+        "eos_token_ids": list(manifest.eos_token_ids),
+        "manifest_path": str(manifest.path),
+        "files": [
+            {
+                "path": file.path,
+                "nbytes": file.nbytes,
+                "sha256": content.sha256 if content else None,
+                "origin": f"{content.origin} {content.key}" if content and content.origin else None,
+                "unchanged": file.unchanged(),
+            }
+            for file, content in zip(manifest.files, contents, strict=True)
+        ],
+        "tensor_list": [asdict(entry) for entry in manifest.tensors],
+    }
+
+
+async def _told(request: web.Request, lines: AsyncIterator[Line]) -> web.StreamResponse:
+    """One line of JSON each, as they come; an error after the first is the last line."""
+    response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+    encode: Any = msgspec.json.encode
+    await response.prepare(request)
+    try:
+        async for line in lines:
+            await response.write(encode(line) + b"\n")
+    except StokerError as error:
+        await response.write(encode({"event": "error", "code": error.code, "message": str(error)}) + b"\n")
+    await response.write_eof()
+    return response
