@@ -31,6 +31,7 @@ _CRC: Final = struct.Struct("<I")
 _LAYER: Final = struct.Struct("<QQI")
 _ALIGNMENT: Final = 64
 _MAX_PASSES_BYTES: Final = 4 * 1024 * 1024
+_MAX_HEADER_BYTES: Final = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,11 @@ class ChunkHead:
             ("tokens", pack_tokens(self.tokens)),
         ]
 
+    @cached_property
+    def encoded(self) -> bytes:
+        """What every such chunk's fields begin with."""
+        return encode_fields(self.fields())
+
 
 @dataclass(frozen=True)
 class EncodedChunk:
@@ -114,7 +120,7 @@ def _header(head: ChunkHead, crcs: Sequence[int], layer_bytes: int) -> bytes:
 
 def _fields(head: ChunkHead, crcs: Sequence[int], layer_bytes: int, first: int) -> bytes:
     table = b"".join(_LAYER.pack(first + i * layer_bytes, layer_bytes, crc) for i, crc in enumerate(crcs))
-    return encode_fields([*head.fields(), ("passes", head.passes.to_bytes()), ("layers_at", table)])
+    return head.encoded + encode_fields([("passes", head.passes.to_bytes()), ("layers_at", table)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,31 +132,67 @@ class LayerPlace:
     crc: int
 
 
-def open_chunk(raw: memoryview, digest: str, expected: ChunkHead) -> memoryview:
-    """The layers of a chunk that is, byte for byte, what its digest says and of what the reader expects."""
-    if hashlib.sha256(raw).hexdigest() != digest:
-        raise KvError("its bytes do not have the digest that was recorded")
-    places = open_header(raw, len(raw), expected).places
-    for index in range(len(places)):
-        check_layer(raw, places, index)
-    return raw[places[0].offset :]
-
-
 def check_layer(raw: memoryview, places: Sequence[LayerPlace], index: int) -> None:
     place = places[index]
-    if crc32c(raw[place.offset : place.offset + place.nbytes]) != place.crc:
+    layer = raw[place.offset : place.offset + place.nbytes]
+    if len(layer) != place.nbytes or not len(layer) or crc32c(layer) != place.crc:
         raise KvError(f"layer {index} does not have its checksum")
 
 
 def header_nbytes(nbytes: int, expected: ChunkHead) -> int:
     """Where the layers of such a chunk of `nbytes` begin: they are what it ends with. Raises `KvError`."""
     layers = expected.identity.layout.num_layers
-    fields = encode_fields([*expected.fields(), ("layers_at", bytes(layers * _LAYER.size))])
-    least = _PREAMBLE.size + len(fields) + _CRC.size
+    fields = len(expected.encoded) + len(encode_fields([("layers_at", b"")])) + layers * _LAYER.size
+    least = _PREAMBLE.size + fields + _CRC.size
     found = nbytes - expected.data_bytes
     if not least <= found <= least + _MAX_PASSES_BYTES or found % _ALIGNMENT:
         raise KvError(f"its record says {nbytes} bytes, of which {expected.data_bytes} are KV: no header fits the rest")
     return found
+
+
+class NeedMore(KvError):
+    """The header is longer than what is there of the chunk."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(f"its header reaches beyond its end, or is not all here: {nbytes} bytes")
+        self.nbytes = nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What the beginning of a chunk says of itself, under its checksum."""
+
+    version: int
+    fields: memoryview
+    """As they are encoded."""
+    end: int
+    """Of header and checksum; zeros follow up to the layers."""
+
+
+def read_header(raw: memoryview, nbytes: int) -> Header:
+    """Of a chunk of `nbytes`, of which `raw` is the beginning; raises `NeedMore` where that is too little of it."""
+    if len(raw) < _PREAMBLE.size:
+        raise NeedMore(_PREAMBLE.size)
+    magic, version, size = _PREAMBLE.unpack_from(raw)
+    if magic != MAGIC:
+        raise KvError("it does not begin as a chunk does")
+    if not 1 <= version <= VERSION:
+        raise KvError(f"it has format version {version}, known are 1 to {VERSION}")
+    end = _PREAMBLE.size + size
+    if end + _CRC.size > min(nbytes, _MAX_HEADER_BYTES):
+        raise KvError("its header reaches beyond its end")
+    if end + _CRC.size > len(raw):
+        raise NeedMore(end + _CRC.size)
+    if _CRC.unpack_from(raw, end)[0] != crc32c(raw[:end]):
+        raise KvError("its header does not have its checksum")
+    return Header(version, raw[_PREAMBLE.size : end], end + _CRC.size)
+
+
+def layer_table(table: bytes) -> tuple[LayerPlace, ...]:
+    """The field `layers_at`."""
+    if len(table) % _LAYER.size:
+        raise KvError("the table of its layers ends in the middle of an entry")
+    return tuple(LayerPlace(*entry) for entry in _LAYER.iter_unpack(table))
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,29 +205,24 @@ class Opened:
 def open_header(raw: memoryview, nbytes: int, expected: ChunkHead) -> Opened:
     """Where the layers lie in a chunk of `nbytes`, of which `raw` is the header at least; every field that can be
     expected is compared."""
-    if len(raw) < _PREAMBLE.size:
-        raise KvError(f"{len(raw)} bytes are no chunk")
-    magic, version, size = _PREAMBLE.unpack_from(raw)
-    if magic != MAGIC:
-        raise KvError("it does not begin as a chunk does")
-    if not 1 <= version <= VERSION:
-        raise KvError(f"it has format version {version}, known are 1 to {VERSION}")
-    end = _PREAMBLE.size + size
-    if end + _CRC.size > len(raw):
-        raise KvError("its header reaches beyond its end")
-    if _CRC.unpack_from(raw, end)[0] != crc32c(raw[:end]):
-        raise KvError("its header does not have its checksum")
-    fields = decode_fields(raw[_PREAMBLE.size : end])
-    wanted = expected.fields()
-    for (tag, value), (wanted_tag, wanted_value) in zip(fields, wanted, strict=False):
-        if tag != wanted_tag:
-            raise KvError(f"field {tag!r} stands where {wanted_tag!r} belongs")
-        if value != wanted_value:
-            raise KvError(f"its {tag} is another one")
-    if [tag for tag, _ in fields[len(wanted) :]] != (["layers_at"] if version == 1 else ["passes", "layers_at"]):
+    header = read_header(raw, nbytes)
+    wanted = expected.encoded
+    if header.fields[: len(wanted)] != wanted:
+        raise KvError(_difference(decode_fields(header.fields), expected.fields()))
+    rest = decode_fields(header.fields[len(wanted) :])
+    if [tag for tag, _ in rest] != (["layers_at"] if header.version == 1 else ["passes", "layers_at"]):
         raise KvError("it has other fields than its version")
-    passes = _passes(fields[-2][1], expected) if version > 1 else None
-    return Opened(_layers(nbytes, fields[-1][1], end + _CRC.size, expected), passes)
+    passes = _passes(rest[0][1], expected) if header.version > 1 else None
+    return Opened(_layers(nbytes, rest[-1][1], header.end, expected), passes)
+
+
+def _difference(found: Sequence[tuple[str, bytes]], wanted: Sequence[tuple[str, bytes]]) -> str:
+    for (tag, value), (wanted_tag, wanted_value) in zip(found, wanted, strict=False):
+        if tag != wanted_tag:
+            return f"field {tag!r} stands where {wanted_tag!r} belongs"
+        if value != wanted_value:
+            return f"its {tag} is another one"
+    return "it has other fields than its version"
 
 
 def _passes(data: bytes, expected: ChunkHead) -> Passes | None:
@@ -202,9 +239,9 @@ def _layers(nbytes: int, table: bytes, header_end: int, expected: ChunkHead) -> 
     layers = expected.identity.layout.num_layers
     layer_bytes = expected.data_bytes // layers
     first = -(-header_end // _ALIGNMENT) * _ALIGNMENT
-    if len(table) != layers * _LAYER.size or nbytes != first + layers * layer_bytes:
+    places = layer_table(table)
+    if len(places) != layers or nbytes != first + layers * layer_bytes:
         raise KvError(f"it has {nbytes} bytes, {first + layers * layer_bytes} were expected")
-    places = tuple(LayerPlace(*entry) for entry in _LAYER.iter_unpack(table))
     for index, place in enumerate(places):
         if (place.offset, place.nbytes) != (first + index * layer_bytes, layer_bytes):
             raise KvError(f"layer {index} lies elsewhere than this version puts it")

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from function_runtime.errors import KvError
-from function_runtime.kv import chunk as format_of
-from function_runtime.kv.checksum import crc32c
+from function_runtime.kv.chunk import MAGIC, LayerPlace, NeedMore, check_layer, layer_table, read_header
 from function_runtime.kv.fields import decode_fields, encode_fields
 from function_runtime.kv.identity import link
 from function_runtime.kv.pack import PackEntry, read_entries
@@ -23,9 +22,6 @@ from function_runtime.kv.sealing import CLEAR, ChunkSeal
 from model_loader.objects import ObjectStore
 
 HEAD_GUESS_BYTES: Final = 16 * 1024
-_PREAMBLE: Final = struct.Struct("<8sII")
-_CRC: Final = struct.Struct("<I")
-_LAYER: Final = struct.Struct("<QQI")
 _NUMBERS: Final = ("block_size", "layers", "kv_heads", "head_dim", "start", "end")
 _IDENTITY: Final = (
     "checkpoint", "adapter", "dtype", "scales", "block_size", "layers", "kv_heads", "head_dim", "rope", "engine_format",
@@ -39,8 +35,7 @@ class FoundChunk:
     entry: PackEntry
     version: int
     fields: dict[str, bytes]
-    layers: tuple[tuple[int, int, int], ...]
-    """(offset, bytes, CRC32C) each."""
+    layers: tuple[LayerPlace, ...]
 
     def text(self, name: str) -> str:
         return self.fields[name].decode(errors="replace")
@@ -82,47 +77,25 @@ class FoundChunk:
     def description(self) -> dict[str, Any]:
         """What people want to see; token ids and the scope are a tenant's own."""
         shown = {name: self.number(name) if name in _NUMBERS else self.text(name) for name in _IDENTITY}
-        layers = {"layers_bytes": sum(nbytes for _, nbytes, _ in self.layers), "layer_count": len(self.layers)}
+        layers = {"layers_bytes": sum(layer.nbytes for layer in self.layers), "layer_count": len(self.layers)}
         return {**self.record(), "version": self.version, "tokens": len(self.tokens), **layers, "made_of": shown}
 
 
-def parse_head(raw: bytes, entry: PackEntry) -> FoundChunk:
+def parse_head(raw: memoryview, entry: PackEntry) -> FoundChunk:
     """From a chunk's first bytes; raises `KvError` where they are no sound header, `NeedMore` where they end early."""
-    if len(raw) < _PREAMBLE.size:
-        raise NeedMore(_PREAMBLE.size)
-    magic, version, size = _PREAMBLE.unpack_from(raw)
-    if magic != format_of.MAGIC:
-        raise KvError("it does not begin as a chunk does")
-    if not 1 <= version <= format_of.VERSION:
-        raise KvError(f"it has format version {version}, known are 1 to {format_of.VERSION}")
-    end = _PREAMBLE.size + size
-    if end + _CRC.size > min(entry.nbytes, 1 << 30):
-        raise KvError("its header reaches beyond its end")
-    if len(raw) < end + _CRC.size:
-        raise NeedMore(end + _CRC.size)
-    if _CRC.unpack_from(raw, end)[0] != crc32c(bytes(raw[:end])):
-        raise KvError("its header does not have its checksum")
-    fields = dict(decode_fields(memoryview(raw)[_PREAMBLE.size : end]))
+    header = read_header(raw, entry.nbytes)
+    fields = dict(decode_fields(header.fields))
     missing = {*_IDENTITY, "scope", "parent", "chain", "start", "end", "tokens", "layers_at"} - set(fields)
     if missing:
         raise KvError(f"its header lacks {', '.join(sorted(missing))}")
-    table = fields["layers_at"]
-    if len(table) % _LAYER.size or len(fields["tokens"]) % 4:
-        raise KvError("a table of its header ends in the middle of an entry")
-    found = FoundChunk(entry, version, fields, tuple(_LAYER.iter_unpack(table)))
+    if len(fields["tokens"]) % 4:
+        raise KvError("the list of its tokens ends in the middle of one")
+    found = FoundChunk(entry, header.version, fields, layer_table(fields["layers_at"]))
     if len(found.tokens) != found.number("end") - found.number("start"):
         raise KvError(
             f"it names {len(found.tokens)} tokens for positions {found.number('start')} to {found.number('end')}"
         )
     return found
-
-
-class NeedMore(Exception):
-    """The header is longer than what was read."""
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__(f"{nbytes} bytes are needed")
-        self.nbytes = nbytes
 
 
 def _clear(seals: Sequence[ChunkSeal], pack: str, offset: int, raw: bytes, is_right: Callable[[bytes], bool]) -> bytes:
@@ -140,14 +113,14 @@ def scan_pack(store: ObjectStore, key: str, seals: Sequence[ChunkSeal] = ()) -> 
 
     def begin(entry: PackEntry, nbytes: int) -> bytes:
         raw = store.get(key, entry.offset, nbytes)
-        return _clear(seals, key, entry.offset, raw, lambda data: data.startswith(format_of.MAGIC))
+        return _clear(seals, key, entry.offset, raw, lambda data: data.startswith(MAGIC))
 
     for entry in read_entries(store, key):
         head = begin(entry, min(HEAD_GUESS_BYTES, entry.nbytes))
         try:
-            chunk = parse_head(head, entry)
+            chunk = parse_head(memoryview(head), entry)
         except NeedMore as more:
-            chunk = parse_head(begin(entry, more.nbytes), entry)
+            chunk = parse_head(memoryview(begin(entry, more.nbytes)), entry)
         if chunk.fields["chain"] != entry.chain:
             raise KvError(f"the chunk at {entry.offset} is not the one the pack's header names")
         found.append(chunk)
@@ -168,14 +141,16 @@ def check_pack(store: ObjectStore, key: str, seals: Sequence[ChunkSeal] = ()) ->
         if hashlib.sha256(raw).hexdigest() != entry.digest:
             raise KvError(f"{where}: its bytes do not have the digest of the pack's header")
         try:
-            chunk = parse_head(raw, entry)
-        except (KvError, NeedMore) as error:
+            chunk = parse_head(memoryview(raw), entry)
+        except KvError as error:
             raise KvError(f"{where}: {error}") from None
         if chunk.fields["chain"] != entry.chain or _chain_after(chunk) != entry.chain:
             raise KvError(f"{where}: its chain does not follow from its parent and its tokens")
-        for index, (offset, nbytes, crc) in enumerate(chunk.layers):
-            if offset + nbytes > len(raw) or crc32c(raw[offset : offset + nbytes]) != crc:
-                raise KvError(f"{where}: layer {index} does not have its checksum")
+        for index in range(len(chunk.layers)):
+            try:
+                check_layer(memoryview(raw), chunk.layers, index)
+            except KvError as error:
+                raise KvError(f"{where}: {error}") from None
         found.append(chunk)
     return found
 

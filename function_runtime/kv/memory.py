@@ -33,10 +33,6 @@ class ReadMemory:
         # A lease may end wherever its last view is dropped, also by a collection inside of `lease`.
         self._lock = threading.RLock()
 
-    @property
-    def idle_bytes(self) -> int:
-        return self._idle_bytes
-
     def lease(self, nbytes: int) -> memoryview:
         """Writable memory of so many bytes, what is in it undefined."""
         block = self._take(nbytes) or _fresh(nbytes)

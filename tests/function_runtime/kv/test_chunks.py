@@ -20,13 +20,24 @@ from function_runtime.engine_like import KvLayout
 from function_runtime.errors import KvError
 from function_runtime.kv import chunk as format_of
 from function_runtime.kv.checksum import crc32c
-from function_runtime.kv.chunk import ChunkHead, EncodedChunk, encode_chunk, header_nbytes, open_chunk, open_header
+from function_runtime.kv.chunk import (
+    ChunkHead,
+    EncodedChunk,
+    LayerPlace,
+    NeedMore,
+    check_layer,
+    encode_chunk,
+    header_nbytes,
+    open_header,
+    read_header,
+)
 from function_runtime.kv.fields import decode_fields, encode_fields
 from function_runtime.kv.identity import Chain, KvIdentity
 from function_runtime.kv.pack import build_pack, read_entries
 from function_runtime.passes import NONE, Passes
 from model_loader.errors import StoreError
 from model_loader.objects import DirectoryStore
+from tests.function_runtime.kv.opening import open_chunk
 
 LAYOUT = KvLayout(num_layers=3, kv_heads=2, head_dim=4, dtype="float32", block_size=16)
 IDENTITY = KvIdentity(checkpoint="c" * 64, layout=LAYOUT, rope="theta=1e4", engine_format="native-1/cpu")
@@ -257,3 +268,20 @@ def test_a_pack_of_version_1_is_still_read(tmp_path: Path) -> None:
     store.put(key, header.replace(struct.pack("<I", 1), struct.pack("<I", 3), 1), raw)
     with pytest.raises(KvError):
         read_entries(store, key)
+
+
+def test_a_header_that_is_not_all_there_says_how_much_of_it_is_needed() -> None:
+    head = head_of(0, 16)
+    chunk = encode_chunk(head, memoryview(bytes(head.raw_bytes)))
+    with pytest.raises(NeedMore) as more:
+        read_header(memoryview(chunk.head)[:100], chunk.nbytes)
+    header = read_header(memoryview(chunk.head)[: more.value.nbytes], chunk.nbytes)
+    assert bytes(header.fields).startswith(head.encoded) and header.end == more.value.nbytes
+    with pytest.raises(KvError, match="reaches beyond its end"):
+        read_header(memoryview(chunk.head), header.end - 1)
+
+
+@pytest.mark.parametrize("place", [LayerPlace(64, 8, 0), LayerPlace(60, 8, 0), LayerPlace(0, 0, 0)])
+def test_a_layer_that_is_not_there_does_not_have_its_checksum(place: LayerPlace) -> None:
+    with pytest.raises(KvError, match="layer 0"):
+        check_layer(memoryview(bytes(64)), [place], 0)

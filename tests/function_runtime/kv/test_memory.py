@@ -23,15 +23,15 @@ def test_memory_is_used_again_when_its_last_view_is_gone() -> None:
     first[:5] = b"first"
     part = first[1:4]
     del first
-    assert memory.idle_bytes == 0, "a part of it is still looked at"
+    assert memory._idle_bytes == 0, "a part of it is still looked at"
     other = memory.lease(3 * MIB)
     other[:5] = b"other"
     assert bytes(part) == b"irs"
     del part
-    assert memory.idle_bytes >= 3 * MIB
+    assert memory._idle_bytes >= 3 * MIB
     again = memory.lease(3 * MIB)
     assert bytes(again[:5]) == b"first", "the same memory, as it was left"
-    assert memory.idle_bytes == 0
+    assert memory._idle_bytes == 0
 
 
 def test_a_tensor_over_a_lease_keeps_it() -> None:
@@ -42,10 +42,10 @@ def test_a_tensor_over_a_lease_keeps_it() -> None:
     del view
     other = memory.lease(MIB)
     other[:] = b"\xff" * MIB
-    assert memory.idle_bytes == 0
+    assert memory._idle_bytes == 0
     assert not tensor.any()
     del tensor
-    assert memory.idle_bytes > 0
+    assert memory._idle_bytes > 0
 
 
 def test_what_is_kept_is_bounded_and_the_oldest_goes_first() -> None:
@@ -56,7 +56,7 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes_first() -> None:
     del lease
     while leases:
         leases.pop(0)
-    assert memory.idle_bytes == 3 * MIB
+    assert memory._idle_bytes == 3 * MIB
     found = [memory.lease(MIB) for _ in range(3)]
     assert sorted(view[0] for view in found) == [2, 3, 4]
 
@@ -67,7 +67,7 @@ def test_a_small_lease_does_not_take_a_large_block() -> None:
     del large
     small = memory.lease(MIB)
     assert len(small) == MIB
-    assert memory.idle_bytes == 8 * MIB
+    assert memory._idle_bytes == 8 * MIB
 
 
 def test_a_lease_has_the_length_that_was_asked_for_and_can_be_written() -> None:
