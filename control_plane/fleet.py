@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -220,15 +220,33 @@ class Fleet:
         ]
         return self._backend.peers(sorted(holders, key=lambda other: living[other])[:PEERS]) if identity else ()
 
-    async def warm_pool(self, manifest_path: str, identity: str, dtype: str) -> None:
+    async def warm_pool(
+        self, manifest_path: str, identity: str, dtype: str, slot_ids: Sequence[str] | None = None
+    ) -> dict[str, str]:
+        """Has a form loaded by every slot, or by those named, one after the other, so that each can take it from those
+        before. Gives what went wrong, by slot."""
         warmed: list[str] = []
-        for slot_id in list(self.slots):
+        refused: dict[str, str] = {}
+        for slot_id in list(self.slots) if slot_ids is None else slot_ids:
             try:
                 peers = self._peers(slot_id, identity, warmed)
                 await self._backend.warm_pool(slot_id, manifest_path, dtype, peers)
                 warmed.append(slot_id)
             except SlotUnavailable as error:
+                refused[slot_id] = str(error)
                 logger.warning("event=pool_warm_refused slot=%s error=%s", slot_id, error)
+        return refused
+
+    async def evict_pool(self, slot_id: str, key: str) -> None:
+        """Raises SlotUnavailable, and SlotRefused where the slot says no."""
+        await self._backend.evict_pool(slot_id, key)
+
+    async def expect_pool(self, chances: Mapping[str, float], holds_s: float) -> None:
+        for slot_id in list(self.slots):
+            try:
+                await self._backend.expect_pool(slot_id, chances, holds_s)
+            except SlotUnavailable as error:
+                logger.warning("event=pool_forecast_refused slot=%s error=%s", slot_id, error)
 
     async def replica_log(self, replica_id: str, tail_lines: int) -> str | None:
         slot_id = self.slot_of.get(replica_id)

@@ -66,7 +66,7 @@ class ControlLoop:
         self._seating = seating
         self._decisions = decisions
         self._gateways = gateways
-        self._demand = demand
+        self.demand = demand
         self._sender = sender
         self._observation = Observation(serving, dispatcher, fleet, seating, demand)
         self._leads = False
@@ -116,7 +116,7 @@ class ControlLoop:
     def wake(self, servable: Servable) -> None:
         """Somebody is interested but does not wait: as good as one waiting request, for one start."""
         self._observation.woken(servable.key)
-        self._demand.woken(servable.key, servable.identity)
+        self.demand.woken(servable.key, servable.identity)
         self._dispatcher.lanes.of(servable.key, servable.identity).touch()
         self.poke(servable.key)
 
@@ -128,7 +128,7 @@ class ControlLoop:
 
     def gateways_changed(self) -> None:
         """A gateway came or went, or the lead did."""
-        for key in self._demand.forget_gone():
+        for key in self.demand.forget_gone():
             self.poke(key)
         leads = self._gateways.leads
         if leads != self._leads:
@@ -154,11 +154,11 @@ class ControlLoop:
         """Another gateway tells what it has; it is told what cannot be had."""
         if not self.leads:
             return DemandAnswer(leads=False)
-        was_complete = self._demand.complete
-        changed = self._demand.take(report)
+        was_complete = self.demand.complete
+        changed = self.demand.take(report)
         for key in changed:
             self.poke(key)
-        if not was_complete and self._demand.complete:
+        if not was_complete and self.demand.complete:
             self.poke_all()
         return DemandAnswer(leads=True, refusals=tuple(self._refused.of(report)))
 
@@ -404,7 +404,7 @@ class ControlLoop:
             key = (status.spec.tenant, status.function)
             lane = self._dispatcher.lanes.find(key, status.spec.identity)
             waits = lane is not None and bool(lane.waiting)
-            waits = waits or self._demand.waiting_elsewhere(key, status.spec.identity) > 0
+            waits = waits or self.demand.waiting_elsewhere(key, status.spec.identity) > 0
             needed = status.spec.identity != target.identity and waits
             if status.state is not ReplicaState.DRAINING and not needed:
                 revision = self._serving.revision(key, status.revision)
@@ -421,7 +421,7 @@ class ControlLoop:
             if lane.identity != target.identity:
                 self._dispatcher.lanes.drop(lane)
                 self._end_revisionless(key, lane)
-        wanted = {lane.identity for lane in lanes if lane.waiting} | self._demand.identities_elsewhere(key)
+        wanted = {lane.identity for lane in lanes if lane.waiting} | self.demand.identities_elsewhere(key)
         if not self._fleet.in_sight:
             return
         for identity in wanted - {target.identity}:

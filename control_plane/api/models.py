@@ -17,6 +17,7 @@ import msgspec
 from aiohttp import web
 
 from control_plane.api.bodies import decode, read_body
+from control_plane.backends.base import SlotUnavailable
 from control_plane.errors import Conflict, Forbidden, Internal, InvalidRequest, NotFound, StokerError
 from control_plane.functions import Function
 from control_plane.model_tool import Line, run_import, run_verification
@@ -31,6 +32,17 @@ if TYPE_CHECKING:
 
 class ImportBody(msgspec.Struct, forbid_unknown_fields=True):
     model: str
+
+
+class WarmBody(msgspec.Struct, forbid_unknown_fields=True):
+    model: str
+    dtype: str = "auto"
+    slot: str | None = None
+
+
+class EvictBody(msgspec.Struct, forbid_unknown_fields=True):
+    model: str
+    slot: str | None = None
 
 
 class VerifyBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -103,7 +115,9 @@ def routes(context: AppContext) -> list[web.RouteDef]:
     async def inspect(request: web.Request) -> web.Response:
         tenant = admin(request).tenant
         model = await named(request.match_info["name"], tenant)
-        return web.json_response({**summary(model, tenant), **(details(model) if model.manifest else {})})
+        return web.json_response(
+            {**summary(model, tenant), **(details(model) if model.manifest else {}), "pools": pooled(model)}
+        )
 
     async def bring(request: web.Request) -> web.StreamResponse:
         admin(request)
@@ -141,6 +155,79 @@ def routes(context: AppContext) -> list[web.RouteDef]:
 
         return await _told(request, lines())
 
+    def pooled(model: KnownModel) -> list[dict[str, Any]]:
+        return [
+            {
+                "slot_id": slot_id,
+                "key": entry.key,
+                "state": entry.state,
+                "dtype": entry.dtype,
+                "nbytes": entry.nbytes,
+                "holders": list(entry.holders),
+                "reload_s": entry.reload_s,
+                "chance": entry.chance,
+                "error": entry.error or None,
+            }
+            for slot_id, slot in context.fleet.slots.items()
+            for entry in slot.pool
+            if entry.identity == model.identity
+        ]
+
+    async def warm(request: web.Request) -> web.Response:
+        """Into the pool of every slot, or of the one that is named."""
+        key = admin(request)
+        body = decode(await read_body(request), WarmBody)
+        model = await named(body.model, key.tenant)
+        if model.manifest is None:
+            raise Conflict(f"the model {model.identity[:16]} is damaged: {model.problem}", code="model_damaged")
+        slot_ids = list(context.fleet.slots) if body.slot is None else [body.slot]
+        if unknown := [slot_id for slot_id in slot_ids if slot_id not in context.fleet.slots]:
+            raise NotFound(f"there is no slot {unknown[0]}", param="slot", code="slot_not_found")
+        refused = await context.fleet.warm_pool(str(model.manifest.path), model.identity, body.dtype, slot_ids)
+        if refused and len(refused) == len(slot_ids):
+            slot_id, problem = next(iter(refused.items()))
+            raise Conflict(f"{slot_id} did not take it: {problem}", code="pool_refused")
+        return web.json_response(
+            {
+                "object": "model",
+                "identity": model.identity,
+                "warmed": [s for s in slot_ids if s not in refused],
+                "refused": refused,
+            }
+        )
+
+    async def evict(request: web.Request) -> web.Response:
+        """Out of the pools of all slots, or of the one that is named; what a replica uses stays, and is told."""
+        key = admin(request)
+        if key.tenant != DEFAULT_TENANT:
+            raise Forbidden(f"pools are shared by all tenants: it needs an admin key of the tenant {DEFAULT_TENANT}")
+        body = decode(await read_body(request), EvictBody)
+        model = await named(body.model, key.tenant)
+        evicted: list[str] = []
+        refused: dict[str, str] = {}
+        freed_bytes = 0
+        for entry in pooled(model):
+            if entry["state"] == "absent" or body.slot not in (None, entry["slot_id"]):
+                continue
+            try:
+                await context.fleet.evict_pool(entry["slot_id"], entry["key"])
+            except SlotUnavailable as error:
+                refused[entry["slot_id"]] = str(error)
+                continue
+            evicted.append(entry["slot_id"])
+            freed_bytes += entry["nbytes"]
+        if refused and not evicted:
+            raise Conflict("; ".join(f"{slot_id}: {said}" for slot_id, said in refused.items()), code="pool_refused")
+        return web.json_response(
+            {
+                "object": "model",
+                "identity": model.identity,
+                "evicted": evicted,
+                "freed_bytes": freed_bytes,
+                "refused": refused,
+            }
+        )
+
     async def remove(request: web.Request) -> web.Response:
         key = admin(request)
         if key.tenant != DEFAULT_TENANT:
@@ -163,6 +250,8 @@ def routes(context: AppContext) -> list[web.RouteDef]:
         web.get("/api/v1/models", show),
         web.post("/api/v1/models/import", bring),
         web.post("/api/v1/models/verify", verify),
+        web.post("/api/v1/models/warm", warm),
+        web.post("/api/v1/models/evict", evict),
         web.get("/api/v1/models/{name:.+}", inspect),
         web.delete("/api/v1/models/{name:.+}", remove),
     ]

@@ -15,6 +15,8 @@ NameArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="The URI it was imported from, or first digits of its identity.")
 ]
 
+SlotOption = Annotated[str | None, typer.Option("--slot", metavar="SLOT", help="Of this slot only.")]
+
 
 @command(models_app, "import")
 def models_import(
@@ -55,6 +57,35 @@ def models_inspect(
     from control_plane.cli.models import inspect_model
 
     inspect_model(data_dir, url, name, tensors, as_json)
+
+
+@command(models_app, "warm")
+def models_warm(
+    name: NameArgument,
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="auto, float32, bfloat16 or float16.")] = "auto",
+    slot: SlotOption = None,
+    data_dir: DataDirOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Load a model into the warm pool of every slot before anybody asks for it."""
+    from control_plane.cli.models import warm_one
+
+    warm_one(data_dir, url, name, dtype, slot, as_json)
+
+
+@command(models_app, "evict")
+def models_evict(
+    name: NameArgument,
+    slot: SlotOption = None,
+    data_dir: DataDirOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Take a model out of the warm pools; what a replica uses stays."""
+    from control_plane.cli.models import evict_one
+
+    evict_one(data_dir, url, name, slot, as_json)
 
 
 @command(models_app, "verify")

@@ -71,6 +71,9 @@ def inspect_model(data_dir: Path | None, url: str | None, name: str, tensors: bo
     print(f"  template   {'yes' if model['chat_template'] else 'none: it completes texts only'}")
     print(f"  functions  {', '.join(model['functions']) or '-'}")
     print(f"  manifest   version {model['manifest_version']}, {model['manifest_path']}")
+    for entry in model["pools"]:
+        held = f", used by {', '.join(entry['holders'])}" if entry["holders"] else ""
+        print(f"  pool       {entry['slot_id']}: {entry['state']}, {entry['dtype']}, {size(entry['nbytes'])}{held}")
     rows = [
         (file["path"], size(file["nbytes"]), (file["sha256"] or "-")[:16], "" if file["unchanged"] else "changed")
         for file in model["files"]
@@ -98,6 +101,34 @@ def verify_models(data_dir: Path | None, url: str | None, names: list[str], as_j
             note("  next: put the files back as they were, or import again what was changed on purpose")
     if bad:
         raise SystemExit(1)
+
+
+def warm_one(data_dir: Path | None, url: str | None, name: str, dtype: str, slot: str | None, as_json: bool) -> None:
+    body = {"model": name, "dtype": dtype, "slot": slot}
+    with progress(f"warming {name}", quiet=as_json):
+        told = connect(data_dir, url).request("POST", f"{MODELS}/warm", body=body, timeout_s=3600.0)
+    if as_json:
+        print_json(told)
+        return
+    print(f"{told['identity'][:SHORT]} is in the pool of {', '.join(told['warmed'])}")
+    for slot_id, said in told["refused"].items():
+        note(f"  not of {slot_id}: {said}")
+
+
+def evict_one(data_dir: Path | None, url: str | None, name: str, slot: str | None, as_json: bool) -> None:
+    told = connect(data_dir, url).request(
+        "POST", f"{MODELS}/evict", body={"model": name, "slot": slot}, timeout_s=120.0
+    )
+    if as_json:
+        print_json(told)
+        return
+    where = f"left the pool of {', '.join(told['evicted'])}" if told["evicted"] else "is in no pool"
+    print(
+        f"{told['identity'][:SHORT]} {where}"
+        + (f", {size(told['freed_bytes'])} are free again" if told["evicted"] else "")
+    )
+    for slot_id, said in told["refused"].items():
+        note(f"  still in {slot_id}: {said}")
 
 
 def remove_one(data_dir: Path | None, url: str | None, name: str, as_json: bool) -> None:

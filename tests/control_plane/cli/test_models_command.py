@@ -9,6 +9,7 @@ import pytest
 
 from tests.control_plane.cli.conftest import Stoker
 from tests.support.checkpoints import make_tiny_llama
+from tests.support.replica_client import wait_for
 from tests.support.service import Service
 
 
@@ -63,3 +64,20 @@ def test_what_cannot_be_imported_says_what_and_what_next(stoker: Stoker, root: P
     missing = stoker("models", "import", f"file://{root}")
     assert (missing.status, "there is no model at" in missing.err) == (1, True)
     assert stoker("models", "import", "gopher://x").status == 1
+
+
+def test_a_model_is_warmed_and_evicted_on_command(stoker: Stoker, root: Path, service: Service) -> None:
+    uri = f"file://{root}"
+    identity = stoker("models", "import", uri, "--json").json["identity"]
+    warmed = stoker("models", "warm", uri, "--dtype", "float32")
+    assert warmed.status == 0, warmed.err
+    assert f"{identity[:12]} is in the pool of slot-0" in warmed.out
+    wait_for(lambda: "pool       slot-0: ready, float32" in stoker("models", "inspect", uri).out, 30)
+    evicted = stoker("models", "evict", identity[:8], "--slot", "slot-0")
+    assert evicted.status == 0 and "left the pool of slot-0" in evicted.out
+    wait_for(lambda: "slot-0: ready" not in stoker("models", "inspect", uri).out, 30)
+    assert "is in no pool" in stoker("models", "evict", uri).out
+    unknown = stoker("models", "warm", uri, "--slot", "slot-9")
+    assert (unknown.status, "no slot slot-9" in unknown.err) == (1, True)
+    bad = stoker("models", "warm", uri, "--dtype", "int3")
+    assert (bad.status, "int3" in bad.err) == (1, True)
