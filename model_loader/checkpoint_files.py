@@ -16,7 +16,9 @@ from typing import Final
 from model_loader.chunks import ChunkDigester, ChunkList
 from model_loader.errors import IntegrityError, SourceMissing
 from model_loader.manifest import Manifest
+from model_loader.origin import origin_sources
 from model_loader.ranges.local import ColdWays, LocalSource
+from model_loader.ranges.source import RangeSource
 
 _WAYS_NAME: Final = ".cold-reads.json"
 _PIECE_BYTES: Final = 1024 * 1024
@@ -76,6 +78,17 @@ def _digest_file(manifest: Manifest, number: int) -> ChunkList:
             f"{entry.offset + entry.nbytes}, {at} found; import the model again"
         )
     return digester.finish()
+
+
+@contextlib.contextmanager
+def own_sources(manifest: Manifest, remember_in: Path) -> Iterator[list[RangeSource]]:
+    """This machine's files, and after them the store they were fetched from, if they were."""
+    with contextlib.ExitStack() as stack:
+        sources: list[RangeSource] = [stack.enter_context(local_source(manifest, remember_in))]
+        for origin in origin_sources(manifest):
+            stack.callback(origin.close)
+            sources.append(origin)
+        yield sources
 
 
 def local_source(manifest: Manifest, remember_in: Path) -> LocalSource:

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model_loader.block_types import BLOCKS, count_bytes
-from model_loader.checkpoint_files import checkpoint_chunks, local_source, what_next
+from model_loader.checkpoint_files import checkpoint_chunks, own_sources, what_next
 from model_loader.dequantise import dequantise
 from model_loader.errors import FormatError, LoaderError
 from model_loader.llama_layout import (
@@ -71,19 +71,20 @@ def prepare(
 ) -> ReadStats:
     """Writes the prepared form of `manifest` to `out_path`, atomically. `progress` is told the temporary name as soon
     as the form can be mapped. `recycle`: a form in the same directory that nobody maps any more; gone afterwards.
-    `sources` are asked in their order, by the paths the manifest gives its files; none: those paths. `on_complete` is
+    `sources` are asked in their order, by the paths the manifest gives its files; none: those paths, then the store
+    that they were fetched from. `on_complete` is
     called when everything has landed, before the form is sealed and gets its name."""
     plan = plan_form(manifest, dtype)
     wanted, total_bytes = plan.wanted, plan.nbytes
     reporter = Reporter("prepare", total_bytes, progress)
     with (
         what_next(manifest),
-        local_source(manifest, out_path.parent) as local,
+        own_sources(manifest, out_path.parent) as own,
         PreparedWriter(
             out_path, manifest.identity, plan.recipe, dtype, plan.plans, groups=plan.groups, recycle=recycle
         ) as writer,
     ):  # fmt: skip
-        reader = VerifiedReader(checkpoint_chunks(manifest), sources or [local], threads=threads)
+        reader = VerifiedReader(checkpoint_chunks(manifest), sources or own, threads=threads)
         reader.check_sizes()
         if progress is not None:
             progress(Progress("arriving", 0, total_bytes, str(writer.temporary)))

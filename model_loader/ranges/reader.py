@@ -93,18 +93,22 @@ class VerifiedReader:
         self._stop = threading.Event()
 
     def check_sizes(self) -> None:
-        """Raises where a file of the first source that has it is not as long as it was."""
+        """Raises where no source has a file as long as it was. The next one is asked only where one has not."""
         for file, chunks in self.files.items():
+            failures: list[LoaderError] = []
             for source in self._sources:
                 try:
                     found = source.size(file)
-                except SourceMissing:
-                    if source is self._sources[-1]:
-                        raise
+                except SourceError as error:
+                    failures.append(error)
                     continue
-                if found != chunks.nbytes:
-                    raise IntegrityError(f"{file} of {source.name} has {found} bytes, expected are {chunks.nbytes}")
-                break
+                if found == chunks.nbytes:
+                    break
+                failures.append(
+                    IntegrityError(f"{file} of {source.name} has {found} bytes, expected are {chunks.nbytes}")
+                )
+            else:
+                raise next((each for each in failures if isinstance(each, IntegrityError)), failures[0])
 
     def read(self, spans: Sequence[Span], write: Write, landed: Callable[[int], None] | None = None) -> None:
         """Returns when every group has landed; raises the first failure once no thread writes any more."""
