@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +12,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from function_runtime.kv import fetch
 from function_runtime.kv.arrival import Arrival, ArrivalFailed, ChunkState
 from function_runtime.kv.fetch import spans
+from function_runtime.kv.memory import ReadMemory
 from function_runtime.kv.plan import Decision, Plan
 from function_runtime.kv.reader import Capabilities, Reading
 from function_runtime.kv.speeds import PRIOR
@@ -29,9 +32,11 @@ class Watched(DirectoryStore):
         self.ranges: list[tuple[int, int]] = []
         self.held_from = held_from
         self.let_go = threading.Event()
+        self.is_asked = threading.Event()
 
     def get_into(self, key: str, offset: int, view: memoryview, *, within_s: float | None = None) -> None:
         self.ranges.append((offset, len(view)))
+        self.is_asked.set()
         if len(self.ranges) > self.held_from:
             self.let_go.wait(20)
         super().get_into(key, offset, view, within_s=within_s)
@@ -155,3 +160,29 @@ def test_a_store_that_is_slower_than_computing_is_not_read(stored: Stored) -> No
     assert not slow.loads and "recomputing" in slow.reason
     quick = reading.plan(replace(PRIOR, latency_s=1e-6, bytes_per_s=1e12), Capabilities(LAYOUT.num_layers))
     assert quick.loads and quick.end == 48
+
+
+@pytest.mark.parametrize("is_abandoned", [False, True])
+def test_memory_is_free_as_soon_as_the_arrival_is_let_go(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch, is_abandoned: bool
+) -> None:
+    memory = ReadMemory()
+    monkeypatch.setattr(fetch, "MEMORY", memory)
+    reading = three(stored)
+    store = Watched(stored.store.root, held_from=0 if is_abandoned else 10**6)
+    gc.collect()
+    gc.disable()
+    try:
+        with ThreadPoolExecutor(1) as executor:
+            arrival = reading.begin(everything(reading), store, executor)
+            if is_abandoned:
+                assert store.is_asked.wait(20)
+                arrival.abandon()
+                store.let_go.set()
+            else:
+                wait(arrival)
+        assert memory._idle_bytes == 0
+        del arrival
+        assert memory._idle_bytes > 0, "a cycle holds it until the collector comes by"
+    finally:
+        gc.enable()
