@@ -149,7 +149,7 @@ class Adopting:
         live = LiveRequest(origin, detached=True, log=RequestLog(await self._journal.log(record.id)))
         live.epoch = record.epoch
         live.kv = await self._journal.kv(record.id)
-        live.prefill_ends, live.prefix_passes = record.prefill_ends, record.prefix_passes
+        live.prefill_ends, live.begun = record.prefill_ends, record.begun
         live.cached_tokens = record.cached_tokens
         live.accept_ns = time.monotonic_ns() - max(time.time_ns() - record.created_us * 1000, 0)
         live.paused_ns = self.paused_us(origin.key, record.created_us, time.time_ns() // 1000) * 1000

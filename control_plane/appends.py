@@ -36,7 +36,7 @@ class AppendRow(NamedTuple):
     """This and what follows: told with the first tokens of a request, kept as it is when None."""
     at_us: int | None = None
     prefill_ends: bytes | None = None
-    prefix_passes: str | None = None
+    begun: str | None = None
 
 
 class _Batch:
@@ -175,7 +175,7 @@ def _as_json(rows: Sequence[AppendRow]) -> dict[str, Any]:
         if row.at_us is not None:
             known = (row.cached_tokens, row.at_us)
             if row.prefill_ends is not None:
-                known = (*known, ends_start, len(row.prefill_ends), row.prefix_passes)
+                known = (*known, ends_start, len(row.prefill_ends), row.begun)
                 ends_start += len(row.prefill_ends)
         table.append((row[0], row[1], row[2], row[3], start, len(row[4]), row[5], row[6], *known))
     return {"rows": _encode_json(table).decode(), "payloads": b"".join((*payloads, *ends))}
@@ -183,5 +183,5 @@ def _as_json(rows: Sequence[AppendRow]) -> dict[str, Any]:
 
 def _as_arrays(rows: Sequence[AppendRow]) -> dict[str, Any]:
     names = ("ids", "epochs", "firsts", "lasts", "payloads", "prefills", "decodes", "cached", "at", "ends",
-             "prefixes")  # fmt: skip
+             "begun")  # fmt: skip
     return dict(zip(names, (list(column) for column in zip(*rows, strict=True)), strict=True))

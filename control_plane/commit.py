@@ -18,7 +18,7 @@ import msgspec
 from control_plane.journal import Journal
 from control_plane.live_request import LiveRequest, Lost, Phase
 from control_plane.retries import Retry
-from function_runtime.protocol import Finished, KvSealed, Parked, TokenEvent, Tokens
+from function_runtime.protocol import Begun, Finished, KvSealed, Parked, TokenEvent, Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +55,8 @@ class Commits:
             request.attempt_first = now_ns
         request.last_token_ns = now_ns
         if message.prefill_ends and not request.prefill_ends:
-            request.prefill_ends, request.prefix_passes = message.prefill_ends, message.prefix_passes
-            request.pending_ends = (message.prefill_ends, message.prefix_passes)
+            request.prefill_ends, request.begun = message.prefill_ends, message.begun
+            request.pending_ends = (message.prefill_ends, message.begun)
         if not events:
             return
         request.received += len(events)
@@ -95,7 +95,7 @@ class Commits:
         request: LiveRequest,
         epoch: int,
         events: list[TokenEvent],
-        ends: tuple[tuple[int, ...], tuple[int, ...]] | None,
+        ends: tuple[tuple[int, ...], Begun] | None,
         since_s: float,
         retry: Retry | None = None,
     ) -> None:
@@ -108,7 +108,7 @@ class Commits:
                 len(events),
                 request.device,
                 request.cached_tokens,
-                *(ends or ((), ())),
+                *(ends or ((), Begun())),
             )
         )
         self._tasks.add(future)

@@ -17,14 +17,15 @@ import msgspec
 from control_plane import statements as sql
 from control_plane.database import Connection, Database
 from control_plane.errors import Damaged, KeyDeleted, Unprocessable
-from control_plane.records import Attempt, Outcome, RequestRecord, RequestState, unpack_numbers
+from control_plane.records import Attempt, Outcome, RequestRecord, RequestState
 from control_plane.sealing import RequestSeal, TenantKeys
-from function_runtime.protocol import DeviceTime, KvChunk, TokenEvent
+from function_runtime.protocol import Begun, DeviceTime, KvChunk, TokenEvent
 
 logger = logging.getLogger(__name__)
 
 _decode_events: Final = msgspec.msgpack.Decoder(list[TokenEvent]).decode
 _decode_ends: Final = msgspec.msgpack.Decoder(tuple[int, ...]).decode
+_decode_begun: Final = msgspec.json.Decoder(Begun).decode
 _decode_outcome: Final = msgspec.msgpack.Decoder(Outcome).decode
 _decode_chunks: Final = msgspec.msgpack.Decoder(list[KvChunk]).decode
 
@@ -173,16 +174,16 @@ def record_of(row: Sequence[Any]) -> RequestRecord:
     device = DeviceTime(row[23], row[24])
     damaged = ""
     ends: tuple[int, ...] = ()
-    prefix: tuple[int, ...] = ()
+    begun = Begun()
     outcome: Outcome | None = None
     try:
         ends = _decode_ends(row[25]) if row[25] else ()
         outcome = _decode_outcome(row[26]) if row[26] else None
-        prefix = unpack_numbers(row[30])
-    except (msgspec.MsgspecError, ValueError) as error:
+        begun = _decode_begun(row[30]) if row[30] else begun
+    except msgspec.MsgspecError as error:
         damaged = f"its row cannot be read: {error}"
         logger.error("event=record_damaged request=%s error=%s", row[0], error)
-    fixed[23:] = [device, ends, outcome, bytes(row[27] or b""), bytes(row[28] or b""), row[29], damaged, prefix]
+    fixed[23:] = [device, ends, outcome, bytes(row[27] or b""), bytes(row[28] or b""), row[29], damaged, begun]
     return RequestRecord(*fixed)
 
 

@@ -32,7 +32,6 @@ from control_plane.records import (
     RequestState,
     StageTimes,
     fresh_record,
-    pack_numbers,
     pack_tokens,
     unpack_tokens,
 )
@@ -42,7 +41,7 @@ from control_plane.settings import RetentionSettings
 from control_plane.standing import device_entries, end_attempt, entries_of, standing, standing_of
 from control_plane.tenant_rules import TenantRules
 from function_runtime.protocol import Accepted as Taken
-from function_runtime.protocol import DeviceTime, KvChunk
+from function_runtime.protocol import Begun, DeviceTime, KvChunk
 
 __all__ = [
     "Accepted",
@@ -60,6 +59,8 @@ __all__ = [
 ]
 
 _encode: Final = msgspec.msgpack.Encoder().encode
+_encode_json: Final = msgspec.json.Encoder().encode
+_NOT_SAID: Final = Begun()
 
 
 def now_us() -> int:
@@ -318,7 +319,7 @@ class Journal(History):
         device: DeviceTime,
         cached_tokens: int,
         prefill_ends: tuple[int, ...] = (),
-        prefix_passes: tuple[int, ...] = (),
+        begun: Begun = _NOT_SAID,
     ) -> Awaitable[bool]:
         """Write `count` tokens (msgpack of a list of `TokenEvent`) at `first_seq`; True once they are committed, or
         when they were already. False: the epoch or the owner is no longer valid, or there is a gap."""
@@ -344,7 +345,7 @@ class Journal(History):
             ends = _encode(prefill_ends) if prefill_ends else None
             row = AppendRow(
                 request_id, epoch, first_seq, last_seq, payload, device.prefill_us, device.decode_us, cached_tokens,
-                now_us(), ends, pack_numbers(prefix_passes) if prefix_passes else None,
+                now_us(), ends, None if begun == _NOT_SAID else _encode_json(begun).decode(),
             )  # fmt: skip
         return self._appends.add(row, durable=durable)
 

@@ -18,6 +18,7 @@ from control_plane.readers import Readers
 from control_plane.records import Outcome, OutcomeError, RequestState, StageTimes
 from control_plane.request_log import End, RequestLog
 from function_runtime.protocol import (
+    Begun,
     DeviceTime,
     Finished,
     KvChunk,
@@ -136,6 +137,7 @@ class LiveRequest:
         "accept_ns",
         "attached",
         "attempt_first",
+        "begun",
         "cached_tokens",
         "cancel_error",
         "cancelling",
@@ -158,7 +160,6 @@ class LiveRequest:
         "pending_ends",
         "phase",
         "prefill_ends",
-        "prefix_passes",
         "queue_base_ns",
         "readers",
         "received",
@@ -180,7 +181,7 @@ class LiveRequest:
         self.received = self.log.last_seq
         """Place of the last token a replica sent, committed or not."""
         self.pending: list[TokenEvent] = []
-        self.pending_ends: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+        self.pending_ends: tuple[tuple[int, ...], Begun] | None = None
         self.committing: asyncio.Future[None] | None = None
         """An append is under way; done when it is in the log (or refused for good)."""
         self.committing_events: list[TokenEvent] = []
@@ -193,7 +194,7 @@ class LiveRequest:
         """Why its replica was asked to put it back (or is to be, once it has it)."""
         self.kv: list[KvChunk] = []
         self.prefill_ends: tuple[int, ...] = ()
-        self.prefix_passes: tuple[int, ...] = ()
+        self.begun = Begun()
         self.cached_tokens = 0
         self.device = DeviceTime()
         self.fruitless = 0
@@ -273,7 +274,7 @@ class LiveRequest:
             sampling=origin.sampling,
             produced=tuple(self.log.events),
             prefill_ends=self.prefill_ends,
-            prefix_passes=self.prefix_passes,
+            begun=self.begun,
             kv=tuple(self.kv),
             write_kv=origin.write_kv,
             share_prefix=origin.share_prefix,

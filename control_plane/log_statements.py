@@ -31,7 +31,7 @@ NEXT_LOG_ID: Final = "SELECT COALESCE(MAX(id), 0) + 1 FROM token_log"
 _FENCED: Final = {"id": 0, "epoch": 1, "first": 2, "last": 3}
 _PAYLOAD: Final = {"place": 4, "nbytes": 5}
 _TOLD: Final = {
-    "prefill_us": 6, "decode_us": 7, "cached": 8, "at_us": 9, "ends_place": 10, "ends_nbytes": 11, "prefix": 12,
+    "prefill_us": 6, "decode_us": 7, "cached": 8, "at_us": 9, "ends_place": 10, "ends_nbytes": 11, "begun": 12,
 }  # fmt: skip
 
 
@@ -55,7 +55,7 @@ UPDATE requests AS r SET last_seq = g.last, log_head = :base + g.key, log_tail =
     prefill_us = g.prefill_us, decode_us = g.decode_us, cached_tokens = COALESCE(g.cached, r.cached_tokens),
     first_token_us = COALESCE(g.at_us, r.first_token_us),
     prefill_ends = COALESCE(substr(:payloads, g.ends_place, g.ends_nbytes), r.prefill_ends),
-    prefix_passes = COALESCE(g.prefix, r.prefix_passes)
+    begun = COALESCE(g.begun, r.begun)
 FROM {_given({**_FENCED, **_TOLD})} g WHERE {_SQLITE_FENCE}""",
     ),
     have="""
@@ -84,18 +84,18 @@ POSTGRESQL_LOG: Final = LogStatements(
     append=(
         f"""
 WITH given AS MATERIALIZED (
-    SELECT id, epoch, first, last, payload, prefill_us, decode_us, cached_tokens, at_us, ends, prefix,
+    SELECT id, epoch, first, last, payload, prefill_us, decode_us, cached_tokens, at_us, ends, begun,
         {_LOG_ID} AS log_id
     FROM {_GIVEN}, CAST(:payloads AS BYTEA[]), CAST(:prefills AS BIGINT[]), CAST(:decodes AS BIGINT[]),
         CAST(:cached AS BIGINT[]), CAST(:at AS BIGINT[]), CAST(:ends AS BYTEA[]),
-        CAST(:prefixes AS TEXT[]))
-        AS t (id, epoch, first, last, payload, prefill_us, decode_us, cached_tokens, at_us, ends, prefix)),
+        CAST(:begun AS TEXT[]))
+        AS t (id, epoch, first, last, payload, prefill_us, decode_us, cached_tokens, at_us, ends, begun)),
 moved AS (
     UPDATE requests AS r SET last_seq = g.last, log_previous = r.log_head, log_head = g.log_id,
         log_tail = COALESCE(r.log_tail, g.log_id), prefill_us = g.prefill_us, decode_us = g.decode_us,
         cached_tokens = COALESCE(g.cached_tokens, r.cached_tokens),
         first_token_us = COALESCE(g.at_us, r.first_token_us), prefill_ends = COALESCE(g.ends, r.prefill_ends),
-        prefix_passes = COALESCE(g.prefix, r.prefix_passes)
+        begun = COALESCE(g.begun, r.begun)
     FROM given g
     WHERE r.id = g.id AND r.owner = :me AND r.epoch = g.epoch AND r.state = 'running' AND r.last_seq = g.first - 1
     RETURNING g.log_id, r.log_previous, g.first, g.last, g.epoch, g.payload),

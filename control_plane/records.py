@@ -10,12 +10,12 @@ import enum
 import sys
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
 
-from function_runtime.protocol import DeviceTime, FinishReason
+from function_runtime.protocol import Begun, DeviceTime, FinishReason
 
 
 class RequestState(enum.StrEnum):
@@ -148,8 +148,8 @@ class RequestRecord:
     """Number of the tenant's key that input and log are sealed with in the database; 0: none."""
     damaged: str = ""
     """Why it cannot be read although it is there; empty: it can. Its input is then empty."""
-    prefix_passes: tuple[int, ...] = ()
-    """How what is before `prefill_ends[0]` was computed; empty where nothing is, or by a release that did not say."""
+    begun: Begun = field(default_factory=Begun)
+    """What else a resume has to know of that attempt; empty where a release did not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,14 +214,6 @@ def fresh_record(new: NewRequest, owner: str) -> RequestRecord:
         params=new.params,
         prompt=new.prompt,
     )
-
-
-def pack_numbers(numbers: Iterable[int]) -> str:
-    return " ".join(map(str, numbers))
-
-
-def unpack_numbers(packed: str | None) -> tuple[int, ...]:
-    return tuple(map(int, packed.split())) if packed else ()
 
 
 def pack_tokens(tokens: Iterable[int]) -> bytes:

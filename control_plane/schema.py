@@ -419,13 +419,13 @@ _TENANT_RULES: Final = Migration(
     ),
 )
 
-_PREFIX_PASSES: Final = Migration(
+_BEGUN: Final = Migration(
     8,
-    "how the prefix that a request began on was computed",
-    ("ALTER TABLE requests ADD COLUMN prefix_passes TEXT",),
+    "what an exact resume has to know of the first attempt's prefill and of what that began on, as JSON",
+    ("ALTER TABLE requests ADD COLUMN begun TEXT",),
 )
 
 MIGRATIONS: Final[tuple[Migration, ...]] = (
     _FIRST, _SECOND, _GATEWAYS, _FOURTH, _DRAINS, _TENANT_KEYS, _TENANT_RULES,
-    _PREFIX_PASSES,
+    _BEGUN,
 )  # fmt: skip

@@ -31,7 +31,7 @@ _RECORD: Final = """
 SELECT r.id, r.tenant, r.key_id, r.function, r.revision, r.endpoint, r.model, r.durability, r.on_disconnect, r.stream,
     r.idempotency_key, r.input_tokens, r.created_us, r.state, r.owner, r.epoch, r.last_seq, r.replica_id, r.slot_id,
     r.assigned_us, r.first_token_us, r.finished_us, r.cached_tokens, r.prefill_us, r.decode_us, r.prefill_ends,
-    r.outcome, i.params, i.prompt, r.sealed, r.prefix_passes
+    r.outcome, i.params, i.prompt, r.sealed, r.begun
 FROM requests r LEFT JOIN request_inputs i ON i.request_id = r.id"""
 
 GET: Final = _RECORD + " WHERE r.id = :id"

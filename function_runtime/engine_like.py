@@ -12,7 +12,7 @@ from typing import Protocol
 
 from function_runtime.kv.arrival import Arrival
 from function_runtime.passes import NONE, Passes
-from function_runtime.protocol import KvChunk, TokenEvent, Work
+from function_runtime.protocol import Begun, KvChunk, TokenEvent, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class RequestTokensLike(Protocol):
     @property
     def prefill_ends(self) -> tuple[int, ...]: ...
     @property
-    def prefix_passes(self) -> tuple[int, ...]: ...
+    def begun(self) -> Begun: ...
 
 
 class RequestEndLike(Protocol):
@@ -232,7 +232,7 @@ class RequestTokens:
     events: tuple[TokenEvent, ...]
     cached_tokens: int = 0
     prefill_ends: tuple[int, ...] = ()
-    prefix_passes: tuple[int, ...] = ()
+    begun: Begun = field(default_factory=Begun)
 
 
 @dataclass(frozen=True, slots=True)

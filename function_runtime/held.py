@@ -90,7 +90,7 @@ class HeldRequest:
             device=self.device,
             cached_tokens=step.cached_tokens,
             prefill_ends=step.prefill_ends,
-            prefix_passes=step.prefix_passes,
+            begun=step.begun,
         )
         self.messages.append(message)
         self.next_seq = step.first_seq + len(step.events)
@@ -166,7 +166,7 @@ class HeldRequest:
                     device=message.device,
                     cached_tokens=message.cached_tokens,
                     prefill_ends=message.prefill_ends,
-                    prefix_passes=message.prefix_passes,
+                    begun=message.begun,
                 )
         yield from self.kv
         if self.outcome is not None:

@@ -22,6 +22,7 @@ from function_runtime.compiled import keep_artifacts, restore_artifacts
 from function_runtime.engine import warmup
 from function_runtime.engine.engine import Engine
 from function_runtime.engine.errors import EngineError
+from function_runtime.engine.kind import ENGINE_FORMAT
 from function_runtime.engine.output import Admitted, Restored, StepOutput
 from function_runtime.engine_like import EngineLike, EngineStats, KvLayout, RestoredKv, SealedRangeLike
 from function_runtime.errors import EngineFault, LoadError
@@ -39,7 +40,6 @@ from model_loader.manifest import Manifest
 from model_loader.prepared import PreparedFile
 from model_loader.tokenizer import Tokenizer
 
-ENGINE_FORMAT: Final = "native-2"
 """Changes whenever the engine fills KV differently for the same tokens."""
 MIN_FREE_BYTES: Final = 128 * 1024 * 1024
 """Below this an engine is not even begun: its first step would bring the machine down."""

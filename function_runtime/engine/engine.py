@@ -26,6 +26,7 @@ from function_runtime.engine.emission import Emitter
 from function_runtime.engine.errors import EngineError, GrammarStuck, InvalidWork, NumericError, UnusableModel
 from function_runtime.engine.grammar import Grammars
 from function_runtime.engine.guides import Compiled, Guides
+from function_runtime.engine.kind import computed_by
 from function_runtime.engine.kv_cache import BLOCK_SIZE, KvCache
 from function_runtime.engine.matrix import hire
 from function_runtime.engine.memory import keep_freed_memory
@@ -42,7 +43,7 @@ from function_runtime.engine.prefix import Chain
 from function_runtime.engine.receiving import Receiver
 from function_runtime.engine.request import Choice, Phase, Request
 from function_runtime.engine.restoring import Gate, Pieces
-from function_runtime.engine.resume import Usable, check_restored, usable
+from function_runtime.engine.resume import Usable, admitted, check_restored, usable
 from function_runtime.engine.scheduler import Schedule, Scheduler
 from function_runtime.engine.shadow import Doubt, Shadow
 from function_runtime.engine.sizing import kv_blocks
@@ -51,7 +52,7 @@ from function_runtime.engine.weights import map_weights
 from function_runtime.engine_like import EngineStats, KvLayout
 from function_runtime.kv.arrival import Arrival, ArrivalFailed
 from function_runtime.kv.speeds import Measured, expected_of
-from function_runtime.protocol import EngineOptions, TokenEvent, Work
+from function_runtime.protocol import Begun, EngineOptions, TokenEvent, Work
 from model_loader.manifest import ModelConfig
 from model_loader.prepared import PreparedFile
 from model_loader.tokenizer import Tokenizer
@@ -77,6 +78,7 @@ class Engine:
             raise InvalidWork(f"kv_chunk_tokens {options.kv_chunk_tokens} is no multiple of {BLOCK_SIZE}")
         self.max_context = min(options.max_context_tokens or config.max_position, config.max_position)
         dtype = model.dtype
+        self.kind = computed_by(device, dtype)
         self.kv_layout = KvLayout(
             config.num_layers, config.num_kv_heads, config.head_dim, _DTYPE_NAMES[dtype], BLOCK_SIZE
         )
@@ -107,7 +109,12 @@ class Engine:
             options.step_tokens,
         )
         self._receiver = Receiver(
-            self._cache, self._scheduler, options.kv_chunk_tokens, self._publish, _admitted, self.shadow.take
+            self._cache,
+            self._scheduler,
+            options.kv_chunk_tokens,
+            self._publish,
+            lambda request, stored: admitted(request, stored, self.kind),
+            self.shadow.take,
         )
         width = config.num_heads * config.head_dim
         inner = config.hidden_size * (3 * config.intermediate_size + 2 * width)
@@ -160,7 +167,7 @@ class Engine:
             self._ended.append(RequestEnd(work.request_id, work.epoch, request.seq, cancelled=False))
         else:
             self._begin(request)
-        return _admitted(request, stored)
+        return admitted(request, stored, self.kind)
 
     def _begin(self, request: Request) -> None:
         self._requests[request.request_id] = request
@@ -186,12 +193,12 @@ class Engine:
         if request.ended:
             arrival.abandon()
             self._ended.append(RequestEnd(work.request_id, work.epoch, request.seq, cancelled=False))
-            return _admitted(request, Usable(0, 0))
+            return admitted(request, Usable(0, 0), self.kind)
         for choice in request.choices:
             sealing.begin(request, choice, self._options.kv_chunk_tokens, 0)
         request.incoming = arrival
         self._begin(request)
-        return replace(_admitted(request, Usable(0, 0)), pending=True)
+        return replace(admitted(request, Usable(0, 0), self.kind), pending=True)
 
     def cancel(self, request_id: str) -> bool:
         """Ends a request; its blocks are free on return, and the next step's output reports its end."""
@@ -389,10 +396,10 @@ class Engine:
     def _tell(self, request: Request, events: list[TokenEvent]) -> RequestTokens:
         first_seq = request.seq + 1
         request.seq += len(events)
-        ends, prefix = ((), ()) if request.told_schedule else request.told
+        ends, begun = ((), Begun()) if request.told_schedule else request.told(self.kind)
         request.told_schedule = True
         cached = min(request.cached_tokens, len(request.prompt))
-        return RequestTokens(request.request_id, request.work.epoch, first_seq, tuple(events), cached, ends, prefix)
+        return RequestTokens(request.request_id, request.work.epoch, first_seq, tuple(events), cached, ends, begun)
 
     def _after_chunk(self, request: Request) -> list[SealedRange]:
         first = request.choices[0]
@@ -473,26 +480,3 @@ def _attention(cache: KvCache, heads: int, device: torch.device) -> Attention:
     from function_runtime.engine.attention.triton_attention import TritonAttention
 
     return TritonAttention(cache, heads)
-
-
-def _admitted(request: Request, stored: Usable) -> Admitted:
-    work = request.work
-    longest = max(len(choice.tokens) for choice in request.choices)
-    loaded = stored.prompt + stored.steps
-    resumed = bool(work.produced or work.prefill_ends)
-    recomputed = max(0, len(request.prompt) + longest - loaded) if resumed else 0
-    if loaded and not work.produced and not work.prefill_ends:
-        return Admitted(work.request_id, work.epoch, loaded, 0, exact=True, detail="a stored prefix")
-    if not resumed:
-        return Admitted(work.request_id, work.epoch, loaded, 0, exact=True, detail="")
-    if request.is_fast_resume:
-        exact = recomputed <= 1
-        detail = "" if exact else "fast mode: computed again in chunks of its own"
-        return Admitted(work.request_id, work.epoch, loaded, recomputed, exact, detail)
-    if not work.prefill_ends:
-        exact, detail = False, "the first attempt's prefill schedule is not known"
-    elif stored.prompt < (known := request.schedule.repeatable_from):
-        exact, detail = False, f"how the first {known} positions, taken from a prefix cache, were computed is not known"
-    else:
-        exact, detail = True, ""
-    return Admitted(work.request_id, work.epoch, loaded, recomputed, exact, "" if exact else detail)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from function_runtime.engine.errors import EngineError
 from function_runtime.passes import NONE, Passes
-from function_runtime.protocol import TokenEvent
+from function_runtime.protocol import Begun, TokenEvent
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,8 +58,8 @@ class RequestTokens:
     cached_tokens: int
     prefill_ends: tuple[int, ...]
     """Given with the first tokens of an attempt, empty after."""
-    prefix_passes: tuple[int, ...] = ()
-    """How what is before `prefill_ends[0]` was computed, likewise."""
+    begun: Begun = field(default_factory=Begun)
+    """Likewise."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from function_runtime.engine.kv_cache import BLOCK_SIZE
 from function_runtime.engine.prefix import Chain
 from function_runtime.passes import ALONE, NONE, Passes, recorded, with_steps
-from function_runtime.protocol import FinishReason, Work
+from function_runtime.protocol import Begun, FinishReason, Work
 from model_loader.tokenizer import Detokenizer
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Request:
     def begin_schedule(self) -> None:
         """That of the first attempt; a resume in the fast mode makes one of its own."""
         ends = () if self.is_fast_resume else self.work.prefill_ends
-        self.schedule = recorded(ends, self.work.prefix_passes).block_aligned(BLOCK_SIZE)
+        self.schedule = recorded(ends, self.work.begun.passes).block_aligned(BLOCK_SIZE)
         self.taken = ends[0] if ends else 0
 
     def begin_on(self, passes: Passes) -> None:
@@ -105,12 +105,11 @@ class Request:
         self.schedule = passes
         self.taken = passes.end
 
-    @property
-    def told(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The schedule as the journal keeps it: where it was begun and the ends of its own passes, and those of others
-        before."""
+    def told(self, kind: str) -> tuple[tuple[int, ...], Begun]:
+        """The schedule as the journal keeps it: where it was begun and the ends of its own passes; those of others
+        before, and what computed."""
         ends = [upto for upto, _ in self.schedule.parts if upto > self.taken]
-        return (self.taken, *ends), self.schedule.upto(self.taken).numbers
+        return (self.taken, *ends), Begun(self.schedule.upto(self.taken).numbers, kind)
 
     @property
     def follows(self) -> bool:

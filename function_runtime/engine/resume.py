@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from function_runtime.engine.errors import InvalidWork
+from function_runtime.engine.output import Admitted
 from function_runtime.engine.request import Request
 
 
@@ -53,3 +54,30 @@ def check_restored(request: Request, lengths: Sequence[int], starts: Sequence[in
             raise InvalidWork(
                 f"stored KV of choice {index} of {request.request_id} begins at {start}, after a hole from {reach}"
             )
+
+
+def admitted(request: Request, stored: Usable, kind: str) -> Admitted:
+    """How a request is carried on, and whether that gives the bits of its first attempt; if not, why."""
+    work = request.work
+    longest = max(len(choice.tokens) for choice in request.choices)
+    loaded = stored.prompt + stored.steps
+    resumed = bool(work.produced or work.prefill_ends)
+    if not resumed:
+        return Admitted(work.request_id, work.epoch, loaded, 0, exact=True, detail="a stored prefix" if loaded else "")
+    recomputed = max(0, len(request.prompt) + longest - loaded)
+    detail = _inexact(request, stored, recomputed, kind)
+    return Admitted(work.request_id, work.epoch, loaded, recomputed, exact=not detail, detail=detail)
+
+
+def _inexact(request: Request, stored: Usable, recomputed: int, kind: str) -> str:
+    work = request.work
+    first = work.begun.computed_by
+    if first and first != kind:
+        return f"the first attempt was computed by {first}, this one by {kind}"
+    if request.is_fast_resume:
+        return "fast mode: computed again in chunks of its own" if recomputed > 1 else ""
+    if not work.prefill_ends:
+        return "the first attempt's prefill schedule is not known"
+    if stored.prompt < (known := request.schedule.repeatable_from):
+        return f"how the first {known} positions, taken from a prefix cache, were computed is not known"
+    return ""

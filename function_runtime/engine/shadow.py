@@ -53,7 +53,7 @@ class _Sample:
         self.chunks = chunks
         last = max(chunks, key=lambda chunk: chunk.end)
         self.end = last.end
-        self.passes = last.passes or recorded(() if work.fast else work.prefill_ends, work.prefix_passes)
+        self.passes = last.passes or recorded(() if work.fast else work.prefill_ends, work.begun.passes)
         self.tries = 0
         self.request: Request | None = None
 

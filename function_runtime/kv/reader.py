@@ -87,7 +87,7 @@ class Reading:
         known = Known(
             prompt=len(work.prompt),
             total=longest,
-            boundaries=recorded(work.prefill_ends, work.prefix_passes).boundaries() if work.prefill_ends else (),
+            boundaries=recorded(work.prefill_ends, work.begun.passes).boundaries() if work.prefill_ends else (),
             fast=work.fast and bool(work.produced),
             layers=engine.layers,
             pass_tokens=engine.pass_tokens,
@@ -253,7 +253,7 @@ class _Lineages:
     """What the lineage of a position's KV is where a schedule is followed; empty where any will do."""
 
     def __init__(self, work: Work) -> None:
-        prefill = NONE if work.fast and work.produced else recorded(work.prefill_ends, work.prefix_passes)
+        prefill = NONE if work.fast and work.produced else recorded(work.prefill_ends, work.begun.passes)
         made = [sum(event.choice == choice for event in work.produced) for choice in range(work.sampling.n)]
         ended = {event.choice for event in work.produced if event.finish is not None}
         lengths = [(count, choice in ended) for choice, count in enumerate(made)]

@@ -274,17 +274,14 @@ class DurableKv:
             self._count_on(written, chunk)
             if begun_here:
                 self._named.setdefault(written, []).append(chunk)
-        if self._named:
-            self._tell_named()
+        self._tell_named()
 
     # --- writing --------------------------------------------------------------------------------------------------
 
     def has_already(self, held: HeldRequest, sealed: SealedRangeLike) -> bool:
-        """Whether this range need not be copied: it is stored (and named here), or a copy of it waits to be; computed
-        in the same passes, because other ones give other bits."""
+        """Whether this range, of these very passes, is stored (and named here), or a copy of it waits to be."""
         choice, start, end = sealed.choice, sealed.start, sealed.end
-        lineage = sealed.passes.digest
-        if end - start != self._chunk_tokens or start % self._chunk_tokens or not lineage:
+        if end - start != self._chunk_tokens or start % self._chunk_tokens or not (lineage := sealed.passes.digest):
             return False
         written = self._of(held)
         key = (written.chains[choice].at(written.tokens[choice], end), start, lineage)

@@ -38,6 +38,7 @@ from function_runtime.protocol.frames import (
     encode,
 )
 from function_runtime.protocol.request import (
+    Begun,
     DeviceTime,
     FinishReason,
     Grammar,
@@ -78,6 +79,7 @@ __all__ = [
     "AgentInfo",
     "Attach",
     "Attached",
+    "Begun",
     "Cancel",
     "DeviceTime",
     "EngineOptions",

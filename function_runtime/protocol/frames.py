@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from function_runtime.protocol.request import DeviceTime, KvChunk, ReplicaTime, TokenEvent, Work
+from function_runtime.protocol.request import Begun, DeviceTime, KvChunk, ReplicaTime, TokenEvent, Work
 
 PROTOCOL_VERSION: Final = 1
 MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
@@ -130,8 +130,8 @@ class Tokens(Message, frozen=True):
     """Prompt tokens whose KV was not computed by this attempt (prefix cache or stored KV)."""
     prefill_ends: tuple[int, ...] = ()
     """Sent with the first tokens of an attempt only: see `Work.prefill_ends`."""
-    prefix_passes: tuple[int, ...] = ()
-    """Likewise: see `Work.prefix_passes`."""
+    begun: Begun = Begun()
+    """Likewise."""
 
 
 class KvSealed(Message, frozen=True):

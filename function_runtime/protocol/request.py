@@ -114,6 +114,16 @@ class KvChunk(Value, frozen=True):
     """Digest (hex) of the passes that computed everything before `end`; empty where that is not known."""
 
 
+class Begun(Value, frozen=True):
+    """What an exact resume has to know of the first attempt beside the ends of its prefill chunks."""
+
+    passes: tuple[int, ...] = ()
+    """How what is before `prefill_ends[0]` was computed, should it have to be computed again: two numbers for each pass
+    (`function_runtime/passes.py`); empty if unknown."""
+    computed_by: str = ""
+    """The engine and the kind of device: another kind gives other bits. Empty if unknown."""
+
+
 class Reuse(Value, frozen=True):
     """What the gateway knows about the worth of keeping this request's KV when it is over."""
 
@@ -138,9 +148,7 @@ class Work(Value, frozen=True):
     prefill_ends: tuple[int, ...] = ()
     """Positions at which the first attempt's prefill chunks ended; empty on a first attempt or if unknown.
     The first element is the start (number of positions whose KV others had computed)."""
-    prefix_passes: tuple[int, ...] = ()
-    """How what is before `prefill_ends[0]` was computed, for a resume that has to compute it again: two numbers for
-    each pass (`function_runtime/passes.py`); empty if unknown."""
+    begun: Begun = Begun()
     kv: tuple[KvChunk, ...] = ()
     write_kv: bool = True
     """Write this request's KV behind to the object store."""

@@ -15,7 +15,7 @@ from control_plane.ledger import Ledger
 from control_plane.records import LIVE_STATES, TRANSITIONS
 from control_plane.settings import RetentionSettings
 from function_runtime.protocol import Accepted as Taken
-from function_runtime.protocol import DeviceTime, FinishReason, KvChunk, TokenEvent, TokenLogprob
+from function_runtime.protocol import Begun, DeviceTime, FinishReason, KvChunk, TokenEvent, TokenLogprob
 from tests.control_plane.storage.builders import chunk, database_path, done, events, new_request, query, used
 from tests.control_plane.storage.test_database import FaultPlan
 
@@ -170,13 +170,14 @@ async def test_tokens_of_an_older_epoch_are_refused(journal: Journal) -> None:
 
 async def test_what_the_first_attempt_did_is_remembered_by_later_ones(journal: Journal) -> None:
     request_id = await running(journal)
-    await write(journal, request_id, 1, 1, cached=16, prefill_ends=(16, 100), prefix_passes=(16, 40), device=used(5, 1))
+    begun = Begun((16, 40), "native-2/cpu")
+    await write(journal, request_id, 1, 1, cached=16, prefill_ends=(16, 100), begun=begun, device=used(5, 1))
     await journal.assign(request_id, "rep-2", "slot-0")
     await write(journal, request_id, 2, 1, epoch=2, cached=90, prefill_ends=(0, 100))
     record = await journal.get(request_id)
     assert record is not None
     assert (record.cached_tokens, record.prefill_ends, record.last_seq, record.epoch) == (16, (16, 100), 2, 2)
-    assert record.prefix_passes == (16, 40)
+    assert record.begun == begun
     assert record.first_token_us is not None
 
 

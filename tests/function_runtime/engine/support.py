@@ -14,13 +14,14 @@ from function_runtime.engine.engine import Engine
 from function_runtime.engine.errors import EngineError
 from function_runtime.engine.output import Restored
 from function_runtime.passes import Passes
-from function_runtime.protocol import EngineOptions, Sampling, TokenEvent, Work
+from function_runtime.protocol import Begun, EngineOptions, Sampling, TokenEvent, Work
 from model_loader.importer import import_model
 from model_loader.manifest import Manifest
 from model_loader.recipe import prepare
 from model_loader.tokenizer import Tokenizer
 from tests.support.checkpoints import LLAMA3_SCALING
 
+_UNKNOWN = Begun()
 LLAMA2: dict[str, Any] = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "seed": 2}
 LLAMA3: dict[str, Any] = {
     "layers": 3, "hidden": 96, "heads": 6, "kv_heads": 2, "seed": 3, "rope_scaling": LLAMA3_SCALING, "tie": True,
@@ -60,14 +61,14 @@ def make_work(
     scope: str = "tenant",
     produced: Sequence[TokenEvent] = (),
     prefill_ends: Sequence[int] = (),
-    prefix_passes: Sequence[int] = (),
+    begun: Begun = _UNKNOWN,
     write_kv: bool = True,
     **sampling: Any,
 ) -> Work:
     chosen = Sampling(**{"seed": 11, "max_tokens": 16, "temperature": 0.0, **sampling})
     return Work(
         name, epoch, "tenant", scope, tuple(prompt), chosen,
-        produced=tuple(produced), prefill_ends=tuple(prefill_ends), prefix_passes=tuple(prefix_passes),
+        produced=tuple(produced), prefill_ends=tuple(prefill_ends), begun=begun,
         write_kv=write_kv,
     )  # fmt: skip
 
@@ -79,7 +80,7 @@ class Transcript:
     events: list[TokenEvent] = field(default_factory=list)
     seqs: list[int] = field(default_factory=list)
     prefill_ends: tuple[int, ...] = ()
-    prefix_passes: tuple[int, ...] = ()
+    begun: Begun = field(default_factory=Begun)
     cached_tokens: int = 0
     ended: bool = False
     cancelled: bool = False
@@ -127,7 +128,7 @@ class Driver:
             transcript.cached_tokens = batch.cached_tokens
             if batch.prefill_ends:
                 assert not transcript.prefill_ends
-                transcript.prefill_ends, transcript.prefix_passes = batch.prefill_ends, batch.prefix_passes
+                transcript.prefill_ends, transcript.begun = batch.prefill_ends, batch.begun
         for end in output.finished:
             transcript = self.transcripts[end.request_id]
             assert not transcript.ended

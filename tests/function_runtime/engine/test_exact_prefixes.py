@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from function_runtime.passes import ALONE, NONE, Passes, assembled, recorded, with_steps
+from function_runtime.protocol import Begun
 from tests.function_runtime.engine.support import Checkpoint, Driver, Transcript, make_work, run_many, run_one
 
 SAMPLING: dict[str, Any] = {"max_tokens": 24, "temperature": 0.9, "logprobs": 2, "ignore_eos": True}
@@ -17,7 +18,7 @@ def resumed(checkpoint: Checkpoint, prompt: tuple[int, ...], first: Transcript, 
     """Elsewhere, with nothing but the record."""
     log = first.events[:cut]
     work = make_work(
-        prompt, "again", epoch=2, produced=log, prefill_ends=first.prefill_ends, prefix_passes=first.prefix_passes,
+        prompt, "again", epoch=2, produced=log, prefill_ends=first.prefill_ends, begun=first.begun,
         **SAMPLING,
     )  # fmt: skip
     engine = checkpoint.engine(**options)
@@ -44,7 +45,7 @@ def test_on_a_part_of_anothers_prompt(llama2: Checkpoint, step_tokens: int) -> N
     first = run_one(engine, make_work(prompt, "b", **SAMPLING))
     assert first.cached_tokens == 96 and first.prefill_ends[0] == 96
     expected = (96, 200) if step_tokens == 512 else (20, 20, 40, 40, 60, 60, 80, 80, 96, 100)
-    assert first.prefix_passes == expected
+    assert first.begun.passes == expected
     for cut in (0, 1, 13):
         assert_same(first, resumed(llama2, prompt, first, cut, **options), cut)
 
@@ -64,12 +65,12 @@ def test_in_a_conversation_of_several_turns(llama2: Checkpoint) -> None:
     for turn in range(4):
         first = run_one(engine, make_work(prompt, f"turn{turn}", **SAMPLING))
         if turn:
-            assert first.cached_tokens > len(prompt) - 40 and first.prefix_passes[0] == 70
-            assert any(how == ALONE for how in first.prefix_passes[1::2])
+            assert first.cached_tokens > len(prompt) - 40 and first.begun.passes[0] == 70
+            assert any(how == ALONE for how in first.begun.passes[1::2])
         for cut in (1, 20):
             assert_same(first, resumed(llama2, prompt, first, cut), cut)
         prompt = (*prompt, *first.tokens(), *llama2.prompt(11, turn + 1))
-    assert len(first.prefix_passes) == 2 * 2 * 3
+    assert len(first.begun.passes) == 2 * 2 * 3
 
 
 def test_after_requests_that_computed_the_same_beginning_apart(llama2: Checkpoint) -> None:
@@ -82,7 +83,7 @@ def test_after_requests_that_computed_the_same_beginning_apart(llama2: Checkpoin
         longer = (*prompt, *before.tokens(), *llama2.prompt(20, 3))
         first = run_one(engine, make_work(longer, "next", **SAMPLING))
         assert first.cached_tokens >= len(longer) - 20 - 16
-        assert Passes.of(first.prefix_passes).repeatable_from == 0
+        assert Passes.of(first.begun.passes).repeatable_from == 0
 
 
 def test_where_blocks_ran_out_and_it_began_again(llama2: Checkpoint) -> None:
@@ -96,7 +97,7 @@ def test_where_blocks_ran_out_and_it_began_again(llama2: Checkpoint) -> None:
     driver.submit(make_work(llama2.prompt(60, 5), "old", max_tokens=30, ignore_eos=True))
     work = make_work(
         prompt, "b", epoch=2, produced=first.events[:3], prefill_ends=first.prefill_ends,
-        prefix_passes=first.prefix_passes, **SAMPLING,
+        begun=first.begun, **SAMPLING,
     )  # fmt: skip
     again = driver.submit(work)
     driver.run()
@@ -108,11 +109,20 @@ def test_a_record_that_does_not_say_how_is_not_exact(llama2: Checkpoint) -> None
     first = run_one(llama2.engine(), make_work(prompt, **SAMPLING))
     for prefix in ((), (32, 0), (64, -3), (48, 200), (7,)):
         work = make_work(
-            prompt, epoch=2, produced=first.events[:2], prefill_ends=(64, 100), prefix_passes=prefix, **SAMPLING
+            prompt, epoch=2, produced=first.events[:2], prefill_ends=(64, 100), begun=Begun(prefix), **SAMPLING
         )
         admitted = llama2.engine().submit(work)
         assert not admitted.exact and "64 positions" in admitted.detail
         assert run_one(llama2.engine(), work).ended
+
+
+def test_a_request_that_another_kind_of_device_began_is_not_exact(llama2: Checkpoint) -> None:
+    prompt = llama2.prompt(100)
+    first = run_one(llama2.engine(), make_work(prompt, **SAMPLING))
+    fields: dict[str, Any] = {"epoch": 2, "produced": first.events[:2], "prefill_ends": first.prefill_ends, **SAMPLING}
+    assert llama2.engine().submit(make_work(prompt, begun=first.begun, **fields)).exact
+    admitted = llama2.engine().submit(make_work(prompt, begun=Begun((), "native-2/cuda/NVIDIA H200"), **fields))
+    assert not admitted.exact and "NVIDIA H200" in admitted.detail
 
 
 def test_passes_are_what_they_were_made_of() -> None:

@@ -83,7 +83,7 @@ def resume_of(link: ReplicaLink, request: Work, tokens: int, kv: tuple[KvChunk, 
     produced = tuple(event for _, event in link.tokens(request))[:tokens]
     return msgspec.structs.replace(
         request, epoch=request.epoch + 1, produced=produced, prefill_ends=first.prefill_ends,
-        prefix_passes=first.prefix_passes, kv=kv,
+        begun=first.begun, kv=kv,
     )  # fmt: skip
 
 
@@ -398,7 +398,7 @@ def test_what_began_on_a_stored_prefix_goes_on_byte_for_byte_when_the_prefix_is_
         link.outcome(request)
         whole = [event for _, event in link.tokens(request)]
         resume = resume_of(link, request, 23, chunks_of(link, request))
-    assert resume.prefill_ends[0] == kept[-1].end and resume.prefix_passes == (77, 77, kept[-1].end, -1)
+    assert resume.prefill_ends[0] == kept[-1].end and resume.begun.passes == (77, 77, kept[-1].end, -1)
     end(native_agent, second)
     shutil.rmtree(tmp_path / "kv")
     third = native_agent.ready(tiny_model.spec(tmp_path))
