@@ -63,8 +63,10 @@ class Fit:
     def measure(self, first: float, second: float, y: float) -> None:
         if not (y > 0 and first >= 0 and second >= 0 and first + second > 0 and math.isfinite(y)):
             return
-        p, q = self.values
-        off = math.log(y / max(p * first + q * second, _LEAST))
+        off = _off(self._values, first, second, y)
+        if abs(off) >= OFF and not self._fitted:
+            # NOTE: only now, because a fit costs half a millisecond and this is called after every step.
+            off = _off(self.values, first, second, y)
         seen = _Seen(first, second, y, self.count)
         self.count += 1
         if abs(off) < OFF:
@@ -103,6 +105,10 @@ class Fit:
         shifted = before * float((y / before)[order][min(middle, len(y) - 1)])
         ends = [_improved(weights, first, second, y, expected) for expected in (y, shifted)]
         return min(ends, key=lambda end: end[2])[:2]
+
+
+def _off(values: tuple[float, float], first: float, second: float, y: float) -> float:
+    return math.log(y / max(values[0] * first + values[1] * second, _LEAST))
 
 
 def _improved(
