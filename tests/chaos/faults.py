@@ -31,6 +31,7 @@ from tests.chaos.twins import TwinChunk, collect_twins
 from tests.support.checkpoints import make_tiny_llama
 
 LANES = 8
+READY_WITHIN_S = 60.0
 FUNCTION = "tiny"
 MAX_TOKENS = 96
 SHAPE = {"layers": 4, "hidden": 128, "heads": 4, "kv_heads": 2}
@@ -148,6 +149,8 @@ def run_faults(
 
 def judge(report: Report, teller: Teller, ground: Ground) -> None:
     verdict, books, place = report.verdict, ground.books, ground.place
+    for service in place.gateways:
+        service.wait_ready(READY_WITHIN_S)
     excused = {code for done in report.faults if done.hit for code in done.fault.kind.excuses}
     check_answers(
         report.tolds,

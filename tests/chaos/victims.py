@@ -84,10 +84,10 @@ class Victims:
             service.kill("gateway")
 
     def start_gateways(self) -> None:
-        """Those that are dead."""
+        """Those that are dead. Nobody waits for them but the clients: the next fault may meet one that is starting."""
         for service in self._place.gateways:
             if service.process is not None and service.process.poll() is not None:
-                service.start()
+                service.launch()
 
 
 @contextlib.contextmanager

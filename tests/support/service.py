@@ -55,21 +55,30 @@ class Service:
 
     def start(self, ready_within_s: float = 30.0) -> float:
         """Starts `stoker up`; returns the seconds until /health/ready answered 200."""
+        begin = time.perf_counter()
+        self.launch()
+        self.wait_ready(ready_within_s)
+        return time.perf_counter() - begin
+
+    def launch(self) -> None:
+        """Starts it, and does not wait."""
         self.data_dir.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "control_plane.cli.main", "up", "--data-dir", str(self.data_dir)]
         command += ["--port", str(self.port), *self.args]
-        begin = time.perf_counter()
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=self.env, start_new_session=True)
-        deadline = begin + ready_within_s
+
+    def wait_ready(self, within_s: float = 30.0) -> None:
+        deadline = time.perf_counter() + within_s
         while True:
             with contextlib.suppress(OSError, HttpError):
                 self.call("GET", "/health/ready", timeout_s=2)
-                return time.perf_counter() - begin
-            if self.process.poll() is not None:
-                raise RuntimeError(f"stoker up ended with {self.process.returncode}:\n{self.tail()}")
+                return
+            if self.process is None or self.process.poll() is not None:
+                code = self.process.returncode if self.process is not None else "nothing"
+                raise RuntimeError(f"stoker up ended with {code}:\n{self.tail()}")
             if time.perf_counter() > deadline:
-                raise RuntimeError(f"not ready within {ready_within_s} s:\n{self.tail()}")
+                raise RuntimeError(f"not ready within {within_s} s:\n{self.tail()}")
             time.sleep(0.005)
 
     def tail(self, nbytes: int = 4000) -> str:
