@@ -173,8 +173,8 @@ class Serving:
             step = self._engine.step()
         except Exception as error:
             now_ns = time.monotonic_ns()
-            known = error if isinstance(error, EngineFault) else None
-            why = known or EngineFault("engine_failed", f"the engine failed: {error}", retry=True)
+            ill = EngineFault("engine_failed", f"the engine failed: {error}", retry=True)
+            why = error if isinstance(error, EngineFault) else ill
             for held in self._held.live:
                 held.fail(now_ns, why.code, why.message, retry=why.retry)
             self._links.linger()
@@ -236,9 +236,8 @@ class Serving:
     def _go_on_beating(self) -> None:
         """In the middle of a step that waits for weights. Bytes that come are progress, and the wait ends by itself
         where none do. Nothing here may touch the engine."""
-        now_ns = time.monotonic_ns()
-        if now_ns - self._turn_ns < STOOD_STILL_NS:
-            self._turn_ns = now_ns
+        if self.is_awake:
+            self._turn_ns = time.monotonic_ns()
         if select.select([self._agent.socket], [], [], 0)[0]:
             for word in self._agent.receive():
                 self._obey(word)

@@ -14,7 +14,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Final
 from model_loader.errors import FormatError, LoaderError, OutOfSpace, from_os_error
 from model_loader.eviction import Candidate, first_to_go
 from model_loader.llama_layout import ITEM_BYTES, prepared_bytes, recipe_name
+from model_loader.load_order import LoadOrder, LoadOutcome, ProgressCallback, RunLoad
 from model_loader.manifest import Manifest, SourceFile
 from model_loader.pool_room import Room
 from model_loader.pool_state import EntryState, transition
@@ -35,58 +36,6 @@ PRIOR_BYTES_PER_S: Final = 1e9
 """What a load is taken to reach until this pool has seen one of the entry."""
 _COMPLETE: Final = re.compile(r"[0-9a-f]{16}\.prepared")
 _HALF_WRITTEN: Final = re.compile(r"\.[0-9a-f]{16}\.prepared\..+\.tmp")
-ProgressCallback = Callable[[Progress], None]
-
-
-@dataclass(frozen=True, slots=True)
-class LoadOrder:
-    """What the pool wants made: the prepared form of a checkpoint at `out`, which appears whole or not at all."""
-
-    manifest_path: Path
-    dtype: str
-    out: Path
-    progress: ProgressCallback
-    peers: tuple[PeerAddress, ...] = ()
-    """Pools that may have it already."""
-    recycle: Path | None = None
-    """A file nobody uses any more, whose memory may be written over instead of taking new memory; gone afterwards."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadOutcome:
-    """How a form came to be in the pool, for people and for choosing better."""
-
-    origin: str
-    """make: by the recipe from the checkpoint; disk | peer | store: copied from where it was."""
-    seconds: float = 0.0
-    read_bytes: Mapping[str, int] = field(default_factory=dict)
-    """By tier."""
-    chunks: int = 0
-    """Verified."""
-    bad_chunks: int = 0
-    retries: int = 0
-    tried: tuple[str, ...] = ()
-    """Ways that failed before, each with its reason."""
-
-    @property
-    def tier(self) -> str:
-        """Where most of the bytes came from."""
-        return max(self.read_bytes, key=lambda tier: self.read_bytes[tier], default="disk")
-
-    def describe(self) -> str:
-        """One line."""
-        nbytes = sum(self.read_bytes.values())
-        rate = f", {nbytes / self.seconds / 1e6:.0f} MB/s" if self.seconds and nbytes else ""
-        words = [f"{'made' if self.origin == 'make' else f'copied from {self.origin}'}: {nbytes} bytes read{rate}"]
-        words += [
-            f"{self.chunks} chunks verified" + (f", {self.bad_chunks} bad and fetched again" if self.bad_chunks else "")
-        ]
-        words += [f"{self.retries} ranges asked again"] if self.retries else []
-        words += [f"{way} (left)" for way in self.tried]
-        return "; ".join(words)
-
-
-RunLoad = Callable[[LoadOrder], Awaitable[LoadOutcome]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +49,10 @@ class PoolLease:
     nbytes: int
     outcome: LoadOutcome | None = None
     """Of the load that this lease waited for."""
+    arriving: Path | None = None
+    """The name under which it can be mapped until it is complete: it is still on its way, its tier not yet known."""
+    landing: asyncio.Task[None] | None = None
+    """Ends when it is complete, with what kept it otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +88,9 @@ class _Entry:
     """What its last load took; 0: none was seen."""
     outcome: LoadOutcome | None = None
     work: asyncio.Task[None] | None = None
+    mappable: asyncio.Future[None] | None = None
+    """Of the load under way: done when there is something to map."""
+    arriving: Path | None = None
     listeners: list[ProgressCallback] = field(default_factory=list)
 
     def become(self, state: EntryState) -> None:
@@ -217,9 +173,12 @@ class WarmPool:
         holder: str,
         on_progress: ProgressCallback | None = None,
         peers: tuple[PeerAddress, ...] = (),
+        *,
+        may_arrive: bool = False,
     ) -> PoolLease:
         """The prepared form, held for `holder` until `release`. Raises what the preparation raised; then nothing is
-        held. `peers` are asked where it is not here."""
+        held. `peers` are asked where it is not here. `may_arrive`: the lease is given as soon as the form can be
+        mapped; it is held then even if the rest never comes."""
         started_ns = time.monotonic_ns()
         if dtype not in ITEM_BYTES:
             raise FormatError(f"dtype {dtype!r} is not known; choose {', '.join(ITEM_BYTES)}")
@@ -231,17 +190,38 @@ class WarmPool:
         try:
             outcome = None
             if not await self._is_ready(entry):
-                outcome = await self._load(entry, manifest, manifest_path, dtype, peers)
+                work = await self._begin_load(entry, manifest, manifest_path, dtype, peers)
+                if may_arrive and entry.mappable is not None:
+                    await asyncio.wait([work, entry.mappable], return_when=asyncio.FIRST_COMPLETED)
+                    if not work.done():
+                        return self._lease(entry, started_ns, "arriving", arriving=entry.arriving, landing=work)
+                await asyncio.shield(work)
+                outcome = entry.outcome
         except BaseException:
             self._drop_holder(entry, holder)
             raise
         finally:
             if on_progress is not None:
                 entry.listeners.remove(on_progress)
+        return self._lease(entry, started_ns, "pool" if outcome is None else outcome.tier, outcome=outcome)
+
+    def _lease(
+        self,
+        entry: _Entry,
+        started_ns: int,
+        tier: str,
+        outcome: LoadOutcome | None = None,
+        arriving: Path | None = None,
+        landing: asyncio.Task[None] | None = None,
+    ) -> PoolLease:
         entry.last_used_us = time.time_ns() // 1000
         seconds = (time.monotonic_ns() - started_ns) / 1e9
-        tier = "pool" if outcome is None else outcome.tier
-        return PoolLease(entry.path, entry.key, tier, seconds, entry.nbytes, outcome)
+        return PoolLease(entry.path, entry.key, tier, seconds, entry.nbytes, outcome, arriving, landing)
+
+    def outcome(self, key: str) -> LoadOutcome | None:
+        """Of the entry's last load."""
+        entry = self._entries.get(key)
+        return entry.outcome if entry is not None else None
 
     def release(self, holder: str) -> None:
         """`holder` uses nothing any more."""
@@ -336,20 +316,20 @@ class WarmPool:
         await self._remove(entry, EntryState.QUARANTINED)
         return False
 
-    async def _load(
+    async def _begin_load(
         self, entry: _Entry, manifest: Manifest, manifest_path: Path, dtype: str, peers: tuple[PeerAddress, ...]
-    ) -> LoadOutcome | None:
+    ) -> asyncio.Task[None]:
         """Joins the preparation under way, or begins one. It goes on even if whoever asked is cancelled."""
         while entry.state in (EntryState.EVICTING, EntryState.QUARANTINED) and entry.work is not None:
             await asyncio.wait([entry.work])
         if entry.work is None:
             entry.identity, entry.dtype, entry.error = manifest.identity, dtype, ""
             entry.become(EntryState.LOADING)
+            entry.arriving, entry.mappable = None, asyncio.get_running_loop().create_future()
             order = LoadOrder(manifest_path, dtype, entry.path, partial(self._tell, entry), peers)
             entry.work = asyncio.create_task(self._prepare(entry, prepared_bytes(manifest.config, dtype), order))
             entry.work.add_done_callback(_note_outcome)
-        await asyncio.shield(entry.work)
-        return entry.outcome
+        return entry.work
 
     async def _prepare(self, entry: _Entry, needed_bytes: int, order: LoadOrder) -> None:
         try:
@@ -456,6 +436,11 @@ class WarmPool:
         return key in self._entries and self._entries[key].state is EntryState.LOADING
 
     def _tell(self, entry: _Entry, progress: Progress) -> None:
+        if progress.path:
+            # Again where one way failed and the next begins: the newest name counts.
+            entry.arriving = Path(progress.path)
+            if entry.mappable is not None and not entry.mappable.done():
+                entry.mappable.set_result(None)
         for listener in list(entry.listeners):
             listener(progress)
 

@@ -24,7 +24,7 @@ import xxhash
 
 from model_loader.board import Board
 from model_loader.chunks import ChunkList, count_chunks
-from model_loader.errors import FormatError, LoaderError, from_os_error
+from model_loader.errors import FormatError, LoaderError, SourceUnavailable, from_os_error
 from model_loader.prepared_layout import PAGE_BYTES, TensorPlan, plan_layout
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ _SEAL_BYTES: Final = 512 * 1024
 
 class PreparedWriter:
     """`recycle`: a form's file in the same directory that nobody maps any more; its memory is written over, which costs
-    a third of having new pages zeroed and entered."""
+    a third of having new pages zeroed and entered. `is_last_resort`: no other way to the form is tried where this one
+    fails, so that who waits has reason to give up."""
 
     def __init__(
         self,
@@ -48,8 +49,10 @@ class PreparedWriter:
         *,
         groups: Sequence[str] = ("all",),
         recycle: Path | None = None,
+        is_last_resort: bool = True,
     ) -> None:
         self.path = path
+        self._is_last_resort = is_last_resort
         self._layout = plan_layout(identity, recipe, dtype, groups, plans)
         self._groups = len(groups)
         self._recycle = recycle
@@ -89,7 +92,8 @@ class PreparedWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._board is not None and not self._committed:
-            self._board.fail(error or LoaderError(f"{self.path} was given up before it was complete"))
+            told = error or LoaderError(f"{self.path} was given up before it was complete")
+            self._board.fail(told if self._is_last_resort else SourceUnavailable(f"{told}; another way is tried"))
         self._drop()
 
     def _drop(self) -> None:

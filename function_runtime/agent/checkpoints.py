@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from function_runtime.protocol import LoadTotals, Peer, PoolEntry, ReplicaSpec
+from model_loader.load_order import LoadOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,10 @@ class Checkpoint:
     nbytes: int
     detail: str = ""
     """How it came, in words."""
+    arriving: str = ""
+    """The name under which it can be mapped until it is complete; empty: it is."""
+    landing: asyncio.Task[LoadOutcome] | None = None
+    """Ends with the load under way."""
 
 
 class Checkpoints(Protocol):
@@ -26,7 +32,10 @@ class Checkpoints(Protocol):
     @property
     def loads(self) -> LoadTotals: ...
     async def open(self) -> None: ...
-    async def acquire(self, spec: ReplicaSpec) -> Checkpoint: ...
+    async def acquire(self, spec: ReplicaSpec) -> Checkpoint:
+        """Held for the replica from then on; it may still be arriving."""
+        ...
+
     async def warm(self, manifest_path: str, dtype: str, peers: Sequence[Peer] = ()) -> Checkpoint: ...
     def lend(self, key: str) -> AbstractContextManager[Path]:
         """The file of a ready form, held in the context. Raises `PoolEntryUnknown`."""

@@ -27,8 +27,9 @@ from function_runtime.errors import LoadError, PoolEntryInUse, PoolEntryUnknown
 from function_runtime.protocol import LoadTotals, Peer, PoolEntry, ReplicaSpec
 from model_loader.errors import LoaderError, error_from_code
 from model_loader.forms.order import FormOrder
+from model_loader.load_order import LoadOrder, LoadOutcome, ProgressCallback
 from model_loader.manifest import Manifest
-from model_loader.pool import SUFFIX, LoadOrder, LoadOutcome, ProgressCallback, WarmPool
+from model_loader.pool import SUFFIX, WarmPool
 from model_loader.pool_room import default_budget
 from model_loader.pool_state import EntryState
 from model_loader.progress import Progress
@@ -89,7 +90,7 @@ class Pool:
         self._scan.add_done_callback(lambda _: self._on_change())
 
     async def acquire(self, spec: ReplicaSpec) -> Checkpoint:
-        return await self._acquire(spec.manifest_path, dtype_for(spec), spec.replica_id, spec.peers)
+        return await self._acquire(spec.manifest_path, dtype_for(spec), spec.replica_id, spec.peers, may_arrive=True)
 
     async def warm(self, manifest_path: str, dtype: str, peers: Sequence[Peer] = ()) -> Checkpoint:
         """Prepares ahead; held by nobody afterwards."""
@@ -109,15 +110,26 @@ class Pool:
         finally:
             self._pool.release(holder)
 
-    async def _acquire(self, manifest_path: str, dtype: str, holder: str, peers: Sequence[Peer]) -> Checkpoint:
+    async def _acquire(
+        self, manifest_path: str, dtype: str, holder: str, peers: Sequence[Peer], *, may_arrive: bool = False
+    ) -> Checkpoint:
         if self._scan is not None and not self._scan.done():
             await asyncio.wait([self._scan])
         addresses = tuple(PeerAddress(peer.url, peer.token) for peer in peers)
-        lease = await self._pool.acquire(Path(manifest_path), dtype, holder, peers=addresses)
+        lease = await self._pool.acquire(Path(manifest_path), dtype, holder, peers=addresses, may_arrive=may_arrive)
         if lease.tier != "pool":
             self._on_change()
         detail = lease.outcome.describe() if lease.outcome is not None else ""
-        return Checkpoint(str(lease.path), lease.tier, lease.nbytes, detail)
+        landing = None
+        if lease.landing is not None:
+            landing = asyncio.create_task(self._landed(lease.key, lease.landing), name=f"landing {lease.key}")
+            landing.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return Checkpoint(str(lease.path), lease.tier, lease.nbytes, detail, str(lease.arriving or ""), landing)
+
+    async def _landed(self, key: str, work: asyncio.Task[None]) -> LoadOutcome:
+        await asyncio.shield(work)
+        self._on_change()
+        return self._pool.outcome(key) or LoadOutcome("make")
 
     def release(self, holder: str) -> None:
         self._pool.release(holder)

@@ -8,6 +8,7 @@ moment. Limits: after a kill the parts of its time are those of its last report,
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Final
@@ -26,6 +27,7 @@ from function_runtime.protocol import (
     Stage,
     StoreTotals,
 )
+from model_loader.load_order import LoadOutcome
 
 _S: Final = ReplicaState
 _NEXT: Final[dict[ReplicaState, frozenset[ReplicaState]]] = {
@@ -55,6 +57,9 @@ class Replica:
         self.ended_ns = 0
         self.port = 0
         self.pid = 0
+        self.landing: asyncio.Task[LoadOutcome] | None = None
+        """The load under way when its checkpoint was handed out; None: it was complete."""
+        self.mappable_ns = 0
         self.stages: list[Stage] = []
         self.memory = ReplicaMemory()
         self.error: ReplicaError | None = None

@@ -31,15 +31,22 @@ from function_runtime.errors import LoadError, SlotError, SpecError, WorkerLost
 from function_runtime.protocol import ReplicaSpec, ReplicaState, ReplicaStatus, SlotEvent, SlotState
 from function_runtime.wire import Drain, LoadFailed, Prepared, Specialise
 from model_loader.errors import LoaderError
+from model_loader.load_order import LoadOutcome
 
 ATTEMPTS: Final = 3
 KILL_AFTER_GRACE_S: Final = 8.0
 """Beyond its grace an ending replica has this long for its last flush and its exit."""
+TOLD_WITHIN_S: Final = 2.0
+"""What a replica whose weights never came has to tell its requests so."""
 TOLD_BYTES: Final = 8 * 1024 * 1024
 """A change of the slot's memory by this much is told to who reads the events."""
 KEEP_FINAL: Final = 500
 OpenPool = Callable[[Children, Callable[[], None]], Checkpoints]
 """Makes the pool of a slot, given its children and what to call when it changed."""
+
+
+def _handed(checkpoint: Checkpoint) -> Prepared:
+    return Prepared(checkpoint.path, checkpoint.arriving)
 
 
 def log(text: str) -> None:
@@ -124,9 +131,7 @@ class Slot:
                 message = f"not ready within {replica.spec.start_timeout_s:g} s"
                 raise LoadError("start_timeout", message, retry=True) from None
             if replica.worker is not None:
-                ended = await asyncio.shield(replica.worker.gone)
-                if replica.worker.farewell is None and not (replica.end_reason and ended == "exit 0"):
-                    raise WorkerLost(f"its process ended: {ended}")
+                await self._serve(replica, replica.worker)
         except SlotError as error:
             replica.fail(error)
         except LoaderError as error:
@@ -139,6 +144,31 @@ class Slot:
         finally:
             replica.ending = True
             await self._finish(replica)
+
+    async def _serve(self, replica: Replica, worker: WorkerProcess) -> None:
+        """Until its process is gone. Weights that are still on their way when it begins must come, or it ends with the
+        load's error."""
+        if replica.landing is not None:
+            await asyncio.wait([replica.landing, worker.gone], return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]
+            if replica.landing.done():
+                await self._landed(replica, worker, replica.landing)
+        ended = await asyncio.shield(worker.gone)
+        if worker.load_failure is not None:
+            failure = worker.load_failure
+            raise LoadError(failure.code, failure.message, retry=failure.retry)
+        if worker.farewell is None and not (replica.end_reason and ended == "exit 0"):
+            raise WorkerLost(f"its process ended: {ended}")
+
+    async def _landed(self, replica: Replica, worker: WorkerProcess, landing: asyncio.Task[LoadOutcome]) -> None:
+        try:
+            outcome = await landing
+        except BaseException:
+            # Whoever computes has seen it on the form's board, and tells its requests before it ends.
+            await asyncio.wait([worker.gone], timeout=TOLD_WITHIN_S)
+            worker.kill()
+            raise
+        replica.add_stage("arrive", replica.mappable_ns, tier=outcome.tier, detail=outcome.describe())
+        replica.changed()
 
     async def _start(self, replica: Replica) -> None:
         self.workers.start_begins()
@@ -169,6 +199,7 @@ class Slot:
             return Checkpoint("", "none", 0)
         begin_ns = time.monotonic_ns()
         checkpoint = await self.pool.acquire(replica.spec)
+        replica.landing, replica.mappable_ns = checkpoint.landing, time.monotonic_ns()
         replica.add_stage("prepare", begin_ns, nbytes=checkpoint.nbytes, tier=checkpoint.tier, detail=checkpoint.detail)
         return checkpoint
 
@@ -197,13 +228,13 @@ class Slot:
         )
         handed = checkpoint.done()
         if handed:
-            worker.say(Prepared((await checkpoint).path))
+            worker.say(_handed(await checkpoint))
         await worker.until_taken()
         replica.go(ReplicaState.LOADING)
         if not handed:
             await asyncio.wait([checkpoint, worker.ready], return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]
             if checkpoint.done():
-                worker.say(Prepared((await checkpoint).path))
+                worker.say(_handed(await checkpoint))
             elif worker.ready.exception() is not None:
                 await worker.ready
         return worker
@@ -213,6 +244,11 @@ class Slot:
     ) -> None:
         answer = await asyncio.shield(worker.ready)
         if isinstance(answer, LoadFailed):
+            if replica.landing is not None:
+                # What kept the weights from coming is the reason, not that they were not there.
+                await asyncio.wait([replica.landing], timeout=TOLD_WITHIN_S)
+                if replica.landing.done():
+                    await replica.landing
             raise LoadError(answer.code, answer.message, retry=answer.retry)
         replica.stages.extend(answer.stages)
         replica.port = answer.port

@@ -43,6 +43,8 @@ class WorkerProcess:
         self.ready: asyncio.Future[Ready | LoadFailed] = loop.create_future()
         self.farewell: Farewell | None = None
         self.farewell_ns = 0
+        self.load_failure: LoadFailed | None = None
+        """Why it ended, said after it was ready: weights that were on their way did not come."""
         self.is_warm = False
         self.mapped_ahead: tuple[str, ...] = ()
         self.report: Report | None = None
@@ -127,6 +129,8 @@ class WorkerProcess:
                 self.on_warm()
             case Taken():
                 _resolve(self.taken, None)
+            case LoadFailed() if self.ready.done():
+                self.load_failure = word
             case Ready() | LoadFailed():
                 _resolve(self.ready, word)
             case Report():

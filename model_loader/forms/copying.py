@@ -42,7 +42,14 @@ def copy_form(
     body_offset = layout.preamble.body_offset
     reporter = Reporter("copy", head.preamble.body_bytes, progress)
     with PreparedWriter(
-        out_path, manifest.identity, planned.recipe, dtype, planned.plans, groups=planned.groups, recycle=recycle
+        out_path,
+        manifest.identity,
+        planned.recipe,
+        dtype,
+        planned.plans,
+        groups=planned.groups,
+        recycle=recycle,
+        is_last_resort=False,
     ) as writer:
         reader = VerifiedReader({name: head.chunks}, sources, threads=threads)
         if progress is not None:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from model_loader.errors import FormatError, IntegrityError, OutOfSpace
 from model_loader.importer import import_model
 from model_loader.llama_layout import prepared_bytes
+from model_loader.load_order import LoadOrder, LoadOutcome
 from model_loader.manifest import Manifest
-from model_loader.pool import LoadOrder, LoadOutcome, WarmPool, pool_key
+from model_loader.pool import WarmPool, pool_key
 from model_loader.pool_room import Room
 from model_loader.pool_state import TRANSITIONS, EntryState, IllegalTransition, transition
 from model_loader.prepared import PreparedFile
@@ -413,3 +414,45 @@ async def test_what_is_kept_for_its_memory_goes_with_a_load_that_fails(
         await pool.acquire(manifests[1].path, "float32", "b")
     assert preparing.orders[-1].recycle is not None
     assert list(pool.directory.iterdir()) == [] and pool.used_bytes == 0
+
+
+async def test_a_lease_is_given_while_the_form_arrives_and_others_join_the_same_load(
+    pool: WarmPool, preparing: Preparing, manifests: list[Manifest]
+) -> None:
+    preparing.gate.clear()
+    early = asyncio.create_task(pool.acquire(manifests[0].path, "float32", "a", may_arrive=True))
+    await preparing.started.wait()
+    assert not early.done()
+    preparing.orders[0].progress(Progress("arriving", 0, 10, "/dev/shm/x.tmp"))
+    lease = await early
+    assert (lease.tier, lease.arriving) == ("arriving", Path("/dev/shm/x.tmp"))
+    assert lease.landing is not None and not lease.landing.done()
+    joined = await pool.acquire(manifests[0].path, "float32", "b", may_arrive=True)
+    (entry,) = pool.entries()
+    assert (entry.state, set(entry.holders)) == (EntryState.LOADING, {"a", "b"})
+    patient = asyncio.create_task(pool.acquire(manifests[0].path, "float32", "c"))
+    assert not await pool.evict(lease.key)
+    preparing.gate.set()
+    await lease.landing
+    assert (await patient).path == lease.path == joined.path
+    assert preparing.calls == 1
+    assert pool.outcome(lease.key) == OUTCOME
+    assert (await pool.acquire(manifests[0].path, "float32", "d", may_arrive=True)).arriving is None
+
+
+async def test_a_load_that_fails_after_its_lease_was_given_says_so_on_the_lease_and_can_be_begun_again(
+    pool: WarmPool, preparing: Preparing, manifests: list[Manifest]
+) -> None:
+    preparing.gate.clear()
+    early = asyncio.create_task(pool.acquire(manifests[0].path, "float32", "a", may_arrive=True))
+    await preparing.started.wait()
+    preparing.orders[0].progress(Progress("arriving", 0, 10, "/dev/shm/x.tmp"))
+    lease = await early
+    preparing.failure = IntegrityError("the last chunk is bad")
+    preparing.gate.set()
+    assert lease.landing is not None
+    with pytest.raises(IntegrityError, match="last chunk"):
+        await lease.landing
+    pool.release("a")
+    preparing.failure = None
+    assert (await pool.acquire(manifests[0].path, "float32", "b", may_arrive=True)).arriving is None
