@@ -68,12 +68,12 @@ class Board:
         if struct.unpack_from("<Q", self._map, at)[0] == 0:
             struct.pack_into("<Q", self._map, at, time.monotonic_ns())
         self.moved(nbytes)
+        self._tell()
 
     def moved(self, nbytes: int) -> None:
-        """Something came, so that who waits knows that the loader is not stuck."""
+        """Something came, so that who waits sees that the loader is not stuck when it looks. Wakes nobody."""
         self._landed_bytes += nbytes
         struct.pack_into("<Q", self._map, _BYTES_AT, self._landed_bytes)
-        self._tell()
 
     def complete(self) -> None:
         struct.pack_into("<I", self._map, _STATE_AT, LoadState.COMPLETE)
@@ -137,7 +137,7 @@ class BoardView:
         """Returns when `group` has landed. Raises the loader's error where it failed, SourceUnavailable where it died
         or is stuck. `while_waiting` is called now and then."""
         heard_s = time.monotonic()
-        word = self._read_word()
+        word, landed_bytes = self._read_word(), self.landed_bytes
         while self.landed_ns(group) == 0:
             state = self.state
             if state is LoadState.FAILED:
@@ -149,9 +149,9 @@ class BoardView:
             futex.wait(self._word_address(), word, LOOK_S)
             if while_waiting is not None:
                 while_waiting()
-            now = self._read_word()
-            if now != word:
-                word, heard_s = now, time.monotonic()
+            found = self._read_word(), self.landed_bytes
+            if found != (word, landed_bytes):
+                (word, landed_bytes), heard_s = found, time.monotonic()
 
     def close(self) -> None:
         if self._handle is not None:

