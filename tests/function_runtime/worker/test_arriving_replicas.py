@@ -71,7 +71,7 @@ def warm(native_agent: AgentProcess, tmp_path_factory: pytest.TempPathFactory) -
     """The template has imported everything: a worker is there at once."""
     folder = tmp_path_factory.mktemp("warm")
     model = TinyModel(import_model(f"file://{make_tiny_llama(folder / 'model')}", folder / "models"))
-    first = native_agent.ready(model.spec())
+    first = native_agent.ready(model.spec(), within_s=120)
     native_agent.end_replica(first.replica_id, grace_s=0)
     native_agent.until(first.replica_id, ReplicaState.ENDED)
 
@@ -81,7 +81,7 @@ def test_a_replica_is_ready_before_its_weights_are_and_answers_when_they_come(
 ) -> None:
     status = native_agent.start_replica(wide.spec())
     with loader_held(native_agent):
-        ready = native_agent.until(status.replica_id, ReplicaState.READY)
+        ready = native_agent.until(status.replica_id, ReplicaState.READY, within_s=120)
         assert half_written(native_agent)
         link = native_agent.connect(ready)
         request = link.submit(work(PROMPT, max_tokens=3, ignore_eos=True, write_kv=False))
@@ -93,7 +93,7 @@ def test_a_replica_is_ready_before_its_weights_are_and_answers_when_they_come(
         (status,) = [r for r in native_agent.state().replicas if r.replica_id == ready.replica_id]
         return {stage.name: stage for stage in status.stages}
 
-    wait_for(lambda: "arrive" in stages(), 60, "the end of the load")
+    wait_for(lambda: "arrive" in stages(), 120, "the end of the load")
     assert stages()["prepare"].tier == "arriving"
     assert "made" in stages()["arrive"].detail
     native_agent.end_replica(ready.replica_id, grace_s=0)
@@ -109,7 +109,7 @@ def test_the_loaders_death_fails_the_request_so_that_it_is_tried_again_and_ends_
     model = TinyModel(import_model(f"file://{other}", tmp_path / "models"))
     status = native_agent.start_replica(model.spec())
     with loader_held(native_agent) as loader:
-        ready = native_agent.until(status.replica_id, ReplicaState.READY)
+        ready = native_agent.until(status.replica_id, ReplicaState.READY, within_s=120)
         link = native_agent.connect(ready)
         request = link.submit(work(PROMPT, max_tokens=3, write_kv=False))
         os.kill(loader.pid, signal.SIGKILL)
@@ -118,10 +118,10 @@ def test_the_loaders_death_fails_the_request_so_that_it_is_tried_again_and_ends_
         assert isinstance(outcome, Failed)
         assert outcome.retry
         assert not link.tokens(request)
-    failed = native_agent.until(ready.replica_id, ReplicaState.FAILED)
+    failed = native_agent.until(ready.replica_id, ReplicaState.FAILED, within_s=120)
     assert failed.error is not None and failed.error.retry
     assert not half_written(native_agent)
-    again = native_agent.ready(model.spec())
+    again = native_agent.ready(model.spec(), within_s=120)
     native_agent.end_replica(again.replica_id, grace_s=0)
     native_agent.until(again.replica_id, ReplicaState.ENDED)
 
@@ -136,7 +136,7 @@ def test_a_checkpoint_altered_since_its_import_ends_the_replica_with_the_loads_e
         file.seek(path.stat().st_size - 10)
         file.write(b"\x77" * 5)
     status = native_agent.start_replica(model.spec())
-    failed = native_agent.until(status.replica_id, ReplicaState.FAILED)
+    failed = native_agent.until(status.replica_id, ReplicaState.FAILED, within_s=120)
     assert failed.error is not None
     assert failed.error.code == "model_integrity_failed"
     assert "model.safetensors" in failed.error.message
