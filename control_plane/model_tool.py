@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,20 +31,22 @@ def import_command(uri: str, models_dir: Path, allowed: Sequence[str]) -> list[s
     return command
 
 
-async def run_import(uri: str, models_dir: Path, allowed: Sequence[str]) -> AsyncIterator[Line]:
+async def run_import(uri: str, models_dir: Path, allowed: Sequence[str]) -> AsyncGenerator[Line, None]:
     """`progress`, then `done` or `error`."""
-    async for line in _run(_importing, import_command(uri, models_dir, allowed)):
-        yield line
+    async with contextlib.aclosing(_run(_importing, import_command(uri, models_dir, allowed))) as lines:
+        async for line in lines:
+            yield line
 
 
-async def run_verification(manifests: Sequence[Path]) -> AsyncIterator[Line]:
+async def run_verification(manifests: Sequence[Path]) -> AsyncGenerator[Line, None]:
     """`progress` and `bad`, then `done` or `error`."""
     command = [sys.executable, "-m", "model_loader.verification", *map(str, manifests)]
-    async for line in _run(_verifying, command):
-        yield line
+    async with contextlib.aclosing(_run(_verifying, command)) as lines:
+        async for line in lines:
+            yield line
 
 
-async def _run(room: asyncio.Semaphore, command: Sequence[str]) -> AsyncIterator[Line]:
+async def _run(room: asyncio.Semaphore, command: Sequence[str]) -> AsyncGenerator[Line, None]:
     if room.locked():
         yield {"event": "progress", "stage": "waiting", "done_bytes": 0, "total_bytes": 0}
     async with room:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import xxhash
@@ -101,6 +102,15 @@ class ChunkList:
     def nbytes_for(file_bytes: int) -> int:
         """Bytes of `to_bytes` for a file of this size."""
         return _HEADER.size + count_chunks(file_bytes) * DIGEST_BYTES
+
+
+def digest_file(path: Path) -> ChunkList:
+    """Of a whole file. Raises `OSError`."""
+    digester = ChunkDigester()
+    with open(path, "rb", buffering=0) as file:
+        while piece := file.read(CHUNK_BYTES):
+            digester.update(piece)
+    return digester.finish()
 
 
 class ChunkDigester:

@@ -12,13 +12,14 @@ import argparse
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from model_loader.chat import ChatTemplate
+from model_loader.chunks import digest_file
 from model_loader.content import FileDigests, read_files
 from model_loader.description import Description
 from model_loader.directory_checkpoint import describe_directory
@@ -36,7 +37,7 @@ from model_loader.manifest import (
     chunks_path,
     write_atomically,
 )
-from model_loader.partial_file import landed_chunks_path
+from model_loader.partial_file import landed_chunks_path, landed_names
 from model_loader.progress import Progress, Reporter, run_reporting
 from model_loader.sources import ModelUri, ResolvedModel, check_allowed, resolve
 from model_loader.vocabulary import VOCABULARY_NAME, Vocabulary
@@ -89,10 +90,16 @@ def _import(
     try:
         return _import_files(uri, resolved, models_dir, record_path, progress)
     except LoaderError as error:
-        if resolved.kept is not None and not error.retry:
+        if resolved.kept is None or error.retry:
+            raise
+        if _is_as_fetched(resolved, ()):
             # Fetched, and no model: kept, it would be refused again without being looked for anew.
             shutil.rmtree(resolved.kept, ignore_errors=True)
-        raise
+            raise
+    from model_loader.store_source import reopen_folder
+
+    reopen_folder(resolved.kept)
+    return _import_files(uri, resolve(uri, models_dir / "sources", allow, progress), models_dir, record_path, progress)
 
 
 def _import_files(
@@ -101,8 +108,8 @@ def _import_files(
     description = _describe(resolved)
     vocabulary = _check_texts(description, uri)
     digests = _digest(description, progress)
-    if resolved.kept is not None:
-        _check_landed(resolved, digests)
+    if resolved.kept is not None and not _is_as_fetched(resolved, digests):
+        raise IntegrityError(f"the copy in {resolved.root} is not what was fetched from {uri}: import it again")
     tensors = tuple(
         replace(entry, sha256=digests[entry.file].tensors[entry.name].sha256) for entry in description.tensors
     )
@@ -195,16 +202,18 @@ def _digest(description: Description, progress: ProgressCallback | None) -> list
     return digests
 
 
-def _check_landed(resolved: ResolvedModel, digests: list[FileDigests]) -> None:
-    """What was fetched and kept must still be what came over the wire."""
-    for path, each in zip(resolved.files, digests, strict=True):
-        try:
-            landed = landed_chunks_path(path).read_bytes()
-        except OSError:
-            landed = b""
-        if landed != each.chunks.to_bytes():
-            shutil.rmtree(resolved.kept or path.parent, ignore_errors=True)
-            raise SourceUnavailable(f"{path} is not what was fetched from {resolved.uri}; it was removed: try again")
+def _is_as_fetched(resolved: ResolvedModel, digests: Sequence[FileDigests]) -> bool:
+    """Whether every file that was fetched and kept is still what came over the wire. `digests` are of `files`; what has
+    none is read."""
+    known = {path.name: each.chunks for path, each in zip(resolved.files, digests, strict=False)}
+    try:
+        for name in landed_names(resolved.root):
+            chunks = known.get(name) or digest_file(resolved.root / name)
+            if landed_chunks_path(resolved.root / name).read_bytes() != chunks.to_bytes():
+                return False
+    except OSError:
+        return False
+    return all(landed_chunks_path(path).exists() for path in resolved.files)
 
 
 def _recorded(record_path: Path, uri: str, models_dir: Path, progress: ProgressCallback | None) -> Manifest | None:

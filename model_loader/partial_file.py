@@ -15,10 +15,12 @@ from types import TracebackType
 from typing import Final
 
 from model_loader.chunks import CHUNK_BYTES, DIGEST_BYTES, ChunkList, count_chunks, digest_chunk
+from model_loader.errors import LoaderError
 from model_loader.manifest import write_atomically
 
 _RECORD: Final = struct.Struct(f"<Q{DIGEST_BYTES}s")
 _JOURNAL_SUFFIX: Final = ".landed"
+_CHUNKS_SUFFIX: Final = ".chunks"
 
 
 class PartialFile:
@@ -103,9 +105,27 @@ class PartialFile:
         return landed
 
 
+def reopen(path: Path) -> None:
+    """Makes a complete file partial again: opened, it lacks the chunks that are no longer what they were."""
+    chunks_path = landed_chunks_path(path)
+    try:
+        chunks = ChunkList.from_bytes(chunks_path.read_bytes(), str(chunks_path))
+    except (OSError, LoaderError):
+        return
+    records = b"".join(_RECORD.pack(index, chunks.expected(index)) for index in range(len(chunks)))
+    write_atomically(journal_path(path), records)
+    chunks_path.unlink()
+
+
+def landed_names(folder: Path) -> list[str]:
+    """Complete files of a folder."""
+    marks = (path.name for path in folder.glob(f".*{_CHUNKS_SUFFIX}"))
+    return sorted(mark.removeprefix(".").removesuffix(_CHUNKS_SUFFIX) for mark in marks)
+
+
 def landed_chunks_path(path: Path) -> Path:
     """The chunks of a file as they were when they landed."""
-    return path.with_name(f".{path.name}.chunks")
+    return path.with_name(f".{path.name}{_CHUNKS_SUFFIX}")
 
 
 def journal_path(path: Path) -> Path:

@@ -14,7 +14,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -39,7 +39,7 @@ from model_loader.licence import CARD_NAME
 from model_loader.manifest import sync_directory
 from model_loader.objects import ObjectInfo, ObjectStore, open_store
 from model_loader.objects.location import S3Location
-from model_loader.partial_file import PartialFile
+from model_loader.partial_file import PartialFile, landed_names, reopen
 from model_loader.pickles import directory_conversion, is_pickle
 from model_loader.progress import Progress, Reporter
 from model_loader.room import require_disk, require_memory
@@ -69,7 +69,7 @@ def resolve_stored(
         stamp = stamp_of(listed)
         folder = folder_of(uri, root) / stamp[:16]
         if not _is_whole(folder / _FILES, listed):
-            shutil.rmtree(folder / _FILES, ignore_errors=True)
+            reopen_folder(folder)
             try:
                 _fetch(uri, place, store, listed, folder, progress)
             except OSError as error:
@@ -83,6 +83,16 @@ def resolve_stored(
     return replace(
         found, origin=place.store_uri, keys=tuple(path.name for path in found.files), stamp=stamp, kept=folder
     )
+
+
+def reopen_folder(folder: Path) -> None:
+    """What was complete is partial again: the next fetch moves what is no longer what it was, and no more."""
+    if not (folder / _FILES).is_dir():
+        return
+    shutil.rmtree(folder / _PARTIAL, ignore_errors=True)
+    os.replace(folder / _FILES, folder / _PARTIAL)
+    for name in landed_names(folder / _PARTIAL):
+        reopen(folder / _PARTIAL / name)
 
 
 def _is_whole(folder: Path, listed: Sequence[ObjectInfo]) -> bool:
@@ -256,7 +266,9 @@ def _forget_others(folder: Path) -> None:
     """Half-fetched objects as they were before they changed."""
     for path in folder.parent.glob(f"*/{_PARTIAL}"):
         if path.parent != folder:
-            shutil.rmtree(path.parent, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)
+            with suppress(OSError):
+                path.parent.rmdir()
 
 
 class _Fetching:

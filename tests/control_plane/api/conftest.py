@@ -62,6 +62,7 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
     parts = SimpleNamespace(db=database, keys=keys, functions=functions, dispatcher=dispatcher)
     allowed = ("pypi://*", "hf://*", f"file://{tmp_path}/allowed/*")
     parts.journal, parts.settings = journal, Settings(tmp_path, models=ModelSettings(allowed=allowed))
+    parts.fleet = SimpleNamespace(slots={})
     parts.kv_index, parts.kv_collection = KvIndex(database), None
     context = cast(AppContext, parts)
     app = web.Application(middlewares=[error_middleware])
