@@ -16,6 +16,7 @@ import torch
 
 from function_runtime.artifacts import ArtifactKey, Artifacts
 from function_runtime.clock import Stopwatch
+from function_runtime.errors import LoadError
 from function_runtime.protocol import ReplicaSpec
 from model_loader.errors import LoaderError
 from model_loader.llama_layout import recipe_name
@@ -59,6 +60,17 @@ def device_kind(device: str) -> str:
     found = torch.cuda.get_device_properties(torch.device(device))
     driver = getattr(torch._C, "_cuda_getDriverVersion", lambda: 0)()
     return f"{found.name} {found.major}.{found.minor} driver {driver}"
+
+
+def make_context(device: str) -> str:
+    """The device's context, which takes a good part of a second and some hundred megabytes of the device; gives its
+    kind. Raises `LoadError` for a device that is not there."""
+    try:
+        torch.zeros(1, device=torch.device(device))
+        return device_kind(device)
+    except (RuntimeError, AssertionError) as error:
+        message = f"the device {device} cannot be used: {error}"
+        raise LoadError("device_unavailable", message, retry=True) from error
 
 
 def restore_artifacts(spec: ReplicaSpec, dtype: str, root: Path, watch: Stopwatch) -> Artifacts | None:

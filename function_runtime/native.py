@@ -18,7 +18,7 @@ import torch
 from function_runtime import process
 from function_runtime.artifacts import Artifacts
 from function_runtime.clock import Stopwatch
-from function_runtime.compiled import keep_artifacts, restore_artifacts
+from function_runtime.compiled import keep_artifacts, make_context, restore_artifacts
 from function_runtime.engine import warmup
 from function_runtime.engine.engine import Engine
 from function_runtime.engine.errors import EngineError
@@ -229,6 +229,9 @@ class NativeBuilder:
             stage.detail = f"mapped ahead: {mapped.populated_bytes} bytes"
             if form.board is not None and not form.board.is_complete:
                 stage.detail = f"still arriving: {form.board.landed_bytes} bytes are here"
+        if spec.options.device.startswith("cuda"):
+            with watch.run("context") as stage:
+                stage.detail = make_context(spec.options.device)
         if self._artifacts_dir is not None:
             self._artifacts = restore_artifacts(spec, form.dtype, self._artifacts_dir, watch)
         with watch.run("build") as stage:

@@ -10,6 +10,7 @@ import pytest
 
 from function_runtime import compiled
 from function_runtime.clock import Stopwatch
+from function_runtime.errors import LoadError
 from function_runtime.protocol import EngineOptions, ReplicaSpec
 
 SPEC = ReplicaSpec("r", "f", 1, "default", "", "c" * 64, EngineOptions(device="cuda:0"))
@@ -61,3 +62,9 @@ def test_a_change_of_any_version_or_kernel_is_another_key() -> None:
         assert compiled.key_of(SPEC, "bfloat16", "H200", {**known, name: "other"}).name != key.name
     assert compiled.key_of(SPEC, "bfloat16", "H100", known).name != key.name
     assert compiled.key_of(SPEC, "bfloat16", "H200", dict(known)).name == key.name
+
+
+def test_a_device_that_is_not_there_is_an_error_that_names_it() -> None:
+    with pytest.raises(LoadError, match="the device meta:7x cannot be used") as refused:
+        compiled.make_context("meta:7x")
+    assert refused.value.code == "device_unavailable" and refused.value.retry
