@@ -437,3 +437,38 @@ def test_a_model_comes_out_of_s3_as_it_went_in(
     upload.put("model.safetensors", (wide / "model.safetensors").read_bytes()[:-4] + b"abcd")
     upload.close()
     assert import_model(uri, tmp_path / "models").identity != fetched.identity
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from model_loader import store_source
+from model_loader.errors import OutOfSpace
+from model_loader.importer import import_model
+from model_loader.objects import DirectoryStore
+store_source.open_store = lambda uri: DirectoryStore(Path(sys.argv[1]))
+store_source.require_disk = lambda *_: None
+resource.setrlimit(resource.RLIMIT_FSIZE, (6_000_000, 6_000_000))
+try:
+    import_model(sys.argv[3], Path(sys.argv[2]))
+except OutOfSpace as error:
+    assert error.retry
+    print(error)
+"""
+
+
+def test_a_disk_that_fills_in_the_middle_is_said_and_what_landed_is_used(
+    stored: CountingStore, wide: Path, tmp_path: Path
+) -> None:
+    shard(wide, 5)
+    models = tmp_path / "models"
+    command = [sys.executable, "-c", FULL, str(wide), str(models), URI]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "no space left while writing" in done.stdout
+    assert not list(models.rglob("manifest.json"))
+    landed = sum(map(len, landed_ranges(models).values()))
+    assert landed
+    import_model(URI, models)
+    total = sum(-(-path.stat().st_size // CHUNK_BYTES) for path in wide.iterdir() if path.is_file())
+    moved = sum(-(-nbytes // CHUNK_BYTES) for _, _, nbytes in stored.ranges)
+    assert moved == total - landed
