@@ -143,8 +143,10 @@ class Adopting:
         origin = origin_of(
             record, limits, await self._tenant_keys.kv_access(record.tenant, record.sealed), shares, price
         )
-        fast = revision is not None and revision.spec.resume == "fast"
-        origin = dataclasses.replace(origin, reuse=self._kv_desk.reuse(origin), fast=fast)
+        if revision is not None:
+            spec = revision.spec
+            origin = dataclasses.replace(origin, fast=spec.resume == "fast", prefix_form=spec.shared_prefix_form)
+        origin = dataclasses.replace(origin, reuse=self._kv_desk.reuse(origin))
         # Whoever was reading it is gone with the gateway: that is not the client's leaving.
         live = LiveRequest(origin, detached=True, log=RequestLog(await self._journal.log(record.id)))
         live.epoch = record.epoch

@@ -176,7 +176,7 @@ class KvIndex:
             return connection.execute(_PACKS, {"tenant": tenant, "limit": limit}).fetchall()
 
         names = ("pack", "state", "nbytes", "reason", "created_us", "changed_us", "chunks", "tokens", "uses", "used_us",
-                 "function")  # fmt: skip
+                 "function", "form")  # fmt: skip
         return [dict(zip(names, row, strict=True)) for row in await self._database.read(run)]
 
     async def totals(self, tenant: str) -> list[dict[str, Any]]:
@@ -355,7 +355,7 @@ _CHUNKS_OF_PACK: Final = f"SELECT {_FIELDS} FROM kv_chunks c WHERE c.pack = :pac
 _PACKS: Final = """
 SELECT p.pack, p.state, p.nbytes, p.reason, p.created_us, p.changed_us, COUNT(c.chain),
     COALESCE(SUM(c.end_token - c.first_token), 0), COALESCE(SUM(c.uses), 0), COALESCE(MAX(c.used_us), 0),
-    COALESCE(MAX(c.function), '')
+    COALESCE(MAX(c.function), ''), COALESCE(MAX(c.form), '')
 FROM kv_packs p LEFT JOIN kv_chunks c ON c.pack = p.pack
 WHERE p.tenant = :tenant GROUP BY p.pack, p.state, p.nbytes, p.reason, p.created_us, p.changed_us
 ORDER BY p.created_us DESC, p.pack LIMIT :limit"""

@@ -113,6 +113,8 @@ class Origin:
     created_us: int
     share_prefix: bool = True
     """Stored KV of other requests of its scope may be used for it, and its own may be kept for them."""
+    prefix_form: str = "raw"
+    """In which form they are stored."""
     fast: bool = False
     """A resume may recompute in chunks of its own."""
     conversation: str = ""
@@ -278,6 +280,7 @@ class LiveRequest:
             kv=tuple(self.kv),
             write_kv=origin.write_kv,
             share_prefix=origin.share_prefix,
+            prefix_form=origin.prefix_form,
             fast=origin.fast,
             reuse=origin.reuse,
         )

@@ -40,6 +40,7 @@ class Servable:
     limits: TimeLimits
     max_context_tokens: int
     share_prefixes: str = "tenant"
+    shared_prefix_form: str = "raw"
     price_microusd_per_hour: int = 0
     resume: str = "exact"
 
@@ -75,6 +76,7 @@ def servable_of(revision: Revision) -> Servable:
         limits=limits_of(revision),
         max_context_tokens=revision.spec.engine_options.max_context_tokens,
         share_prefixes=revision.spec.share_prefixes,
+        shared_prefix_form=revision.spec.shared_prefix_form,
         price_microusd_per_hour=revision.spec.price_microusd_per_hour,
         resume=revision.spec.resume,
     )

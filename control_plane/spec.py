@@ -154,6 +154,9 @@ class FunctionSpec(_Part):
     share_prefixes: Literal["tenant", "function", "none"] = "tenant"
     """Who may use the stored KV of a prompt that begins alike: functions of the tenant with the same checkpoint, this
     function only, or nobody. Other tenants never do."""
+    shared_prefix_form: Literal["raw", "fp8", "int4"] = "raw"
+    """In which form the KV of its prompts is kept for others, and read by them. fp8 and int4 take a half and a quarter
+    of the bytes of float16 and lose precision (docs/kv-format.md); what a request itself needs to resume is raw."""
     retention_s: float | None = Field(default=None, ge=0, le=366 * 86400, allow_inf_nan=False)
     """How long the log and the answer of a request are kept after its end, for a reader that comes back; None: the
     service's (`STOKER_LOG_RETENTION_S`)."""

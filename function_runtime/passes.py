@@ -4,6 +4,7 @@
     how >= upto   one pass of prefill over [begin of the part, how); only the part was taken of it
     how == 0      not known
     how < 0       one by one, in decode steps of -how rows
+    how <= LOADED not computed but taken from a lossy chunk, of which it is a hash
 
 Rows of a pass do not influence one another but by their number, so a part is computed again by a pass of the same shape
 with any tokens behind it. Limits: of the rows beside it in a decode step nothing is kept, so that only steps of one row
@@ -22,6 +23,7 @@ Part: TypeAlias = tuple[int, int]
 
 UNKNOWN: Final = 0
 ALONE: Final = -1
+LOADED: Final = -(1 << 62)
 _PART: Final = struct.Struct("<qq")
 _DIGEST_BYTES: Final = 16
 
@@ -77,6 +79,15 @@ class Passes:
         """And `count` positions one by one, each in a step of `rows` rows."""
         return self._longer(count, -rows)
 
+    def with_loaded(self, upto: int, digest: str) -> Passes:
+        """And what was taken from the lossy chunk of this digest (hex)."""
+        return Passes((*self.parts, (upto, LOADED - (int(digest[:16], 16) >> 2))))
+
+    @property
+    def loaded_until(self) -> int:
+        """Where the last part ends that comes from a lossy chunk: another attempt has to take it from there too."""
+        return max((upto for upto, how in self.parts if how <= LOADED), default=0)
+
     def with_unknown(self, upto: int) -> Passes:
         return self._longer(upto - self.end, UNKNOWN)
 
@@ -131,7 +142,7 @@ class Passes:
     @property
     def digest(self) -> str:
         """Equal for equal bits of equal tokens; empty where that cannot be said."""
-        if not self.parts or self.repeatable_from:
+        if not self.parts or any(LOADED < how <= UNKNOWN and how != ALONE for _, how in self.parts):
             return ""
         return hashlib.sha256(b"stoker-passes-1\0" + self.to_bytes()).hexdigest()[: 2 * _DIGEST_BYTES]
 

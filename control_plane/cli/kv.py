@@ -30,6 +30,7 @@ def show_kv(data_dir: Path | None, url: str | None, as_json: bool) -> None:
             size(item["nbytes"]),
             item["chunks"],
             item["tokens"],
+            item["form"] or "-",
             item["uses"],
             item["function"] or "-",
             age(item["created_us"]),
@@ -38,7 +39,7 @@ def show_kv(data_dir: Path | None, url: str | None, as_json: bool) -> None:
         )
         for item in told["data"]
     ]
-    head = ("PACK", "STATE", "SIZE", "CHUNKS", "TOKENS", "USES", "FUNCTION", "AGE", "USED", "WHY")
+    head = ("PACK", "STATE", "SIZE", "CHUNKS", "TOKENS", "FORM", "USES", "FUNCTION", "AGE", "USED", "WHY")
     print_table(head, rows, empty="no KV is kept: nothing of what ended was worth it, or nothing has ended yet")
     for item in told["totals"]:
         note(f"{item['packs']} packs {item['state']}, {size(item['nbytes'])}")

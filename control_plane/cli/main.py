@@ -104,6 +104,9 @@ def deploy(
         str | None, typer.Option(metavar="auto|SECONDS", help="How long the last idle replica stays.")
     ] = None,
     alias: Annotated[list[str] | None, typer.Option(help="Another model name clients may send; repeat.")] = None,
+    shared_prefix_form: Annotated[
+        str | None, typer.Option(metavar="raw|fp8|int4", help="The form in which KV of prompts is kept for others.")
+    ] = None,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until the checkpoint is imported.")] = True,
     data_dir: DataDirOption = None,
     url: UrlOption = None,
@@ -113,6 +116,7 @@ def deploy(
     from control_plane.cli.functions import deploy_function
 
     given = {"model": model, "engine": engine, "dtype": dtype, "device": device, "aliases": alias}
+    given["shared_prefix_form"] = shared_prefix_form
     scaling = {"min_replicas": min_replicas, "max_replicas": max_replicas, "keep_alive": keep_alive}
     deploy_function(data_dir, url, what, given, scaling, wait, as_json)
 

@@ -108,6 +108,7 @@ def new_origin(
         durable=servable.durability != "off",
         created_us=time.time_ns() // 1000,
         share_prefix=servable.share_prefixes != "none",
+        prefix_form=servable.shared_prefix_form,
         fast=servable.resume == "fast",
         conversation=conversation_of(kv_scope, parsed.prompt_cache_key),
         price_microusd_per_hour=servable.price_microusd_per_hour,

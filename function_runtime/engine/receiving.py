@@ -49,6 +49,8 @@ class Receiver:
         self._expected: list[Request] = []
         self._resolved: list[tuple[Request, Arrival]] = []
         """Nothing more is awaited, and what came of it has not been said yet."""
+        self._set_back: list[Request] = []
+        """Preempted, and what they had from others is no longer in memory."""
         self.gate: Gate | None = None
 
     def expect(self, request: Request, arrival: Arrival) -> None:
@@ -91,7 +93,8 @@ class Receiver:
             if arrival.resolved:
                 self._begin(request, self._pieces(request, arrival, 0, promised=False))
                 start = usable(request, request.restored.lengths).prompt if request.restored else 0
-                if arrival.next_start(start) is None:
+                if arrival.is_lossy or arrival.next_start(start) is None:
+                    # Behind a hole in a lossy prefix nothing is taken up: what was computed there is no lossy one.
                     self._conclude(request, arrival)
             elif alone and arrival.layered and arrival.first_layer_is_here:
                 pieces = self._pieces(request, arrival, 0, promised=True)
@@ -102,6 +105,8 @@ class Receiver:
     def admit(self, request: Request) -> None:
         """The request has its blocks: what is here is written, or a gate is set before what is not."""
         pieces, request.restored = request.restored, None
+        if request.told_schedule and request.choices[0].computed < request.schedule.repeatable_from:
+            self._set_back.append(request)
         if pieces is None:
             return
         writer = LayerWriter(self._cache, pieces, ranges_of(request, BLOCK_SIZE, 0))
@@ -152,7 +157,8 @@ class Receiver:
 
     def word(self) -> tuple[Admitted, ...]:
         """What became of stored KV, once it is known how much was of use."""
-        said: list[Admitted] = []
+        said = [_recomputed(request) for request in self._set_back if request.phase is not Phase.ENDED]
+        self._set_back = []
         for request, arrival in list(self._resolved):
             if request.phase is Phase.WAITING:
                 continue
@@ -225,3 +231,10 @@ class Receiver:
         if self.gate is not None:
             self.gate.arrival.abandon()
             self.gate = None
+
+
+def _recomputed(request: Request) -> Admitted:
+    """It goes on, with a beginning that is not the one its tokens so far were made with."""
+    taken = request.schedule.repeatable_from
+    detail = f"preempted: the first {taken} positions were not its own and are no longer in memory"
+    return Admitted(request.request_id, request.work.epoch, 0, taken, exact=False, detail=detail)

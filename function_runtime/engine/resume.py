@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from function_runtime.engine.errors import InvalidWork
 from function_runtime.engine.output import Admitted
 from function_runtime.engine.request import Request
+from function_runtime.protocol import Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ def admitted(request: Request, stored: Usable, kind: str) -> Admitted:
     loaded = stored.prompt + stored.steps
     resumed = bool(work.produced or work.prefill_ends)
     if not resumed:
-        return Admitted(work.request_id, work.epoch, loaded, 0, exact=True, detail="a stored prefix" if loaded else "")
+        return Admitted(work.request_id, work.epoch, loaded, 0, exact=True, detail=_prefix_of(work) if loaded else "")
     recomputed = max(0, len(request.prompt) + longest - loaded)
     detail = _inexact(request, stored, recomputed, kind)
     return Admitted(work.request_id, work.epoch, loaded, recomputed, exact=not detail, detail=detail)
@@ -78,6 +79,12 @@ def _inexact(request: Request, stored: Usable, recomputed: int, kind: str) -> st
         return "fast mode: computed again in chunks of its own" if recomputed > 1 else ""
     if not work.prefill_ends:
         return "the first attempt's prefill schedule is not known"
+    if stored.prompt < (known := request.schedule.loaded_until):
+        return f"the {work.prefix_form} prefix of {known} positions that it began on is not to be had"
     if stored.prompt < (known := request.schedule.repeatable_from):
         return f"how the first {known} positions, taken from a prefix cache, were computed is not known"
     return ""
+
+
+def _prefix_of(work: Work) -> str:
+    return "a stored prefix" if work.prefix_form == "raw" else f"a stored prefix in the form {work.prefix_form}"

@@ -33,8 +33,12 @@ from function_runtime.protocol import KvChunk, Work
 BUDGET_TOKENS: Final = 2048
 KEPT: Final = 2
 TRIES: Final = 3
-TOLERANCES: Final = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 6e-2, "fp8": 0.1, "int4": 0.25}
+TOLERANCES: Final = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 6e-2}
 """Largest difference, as a share of the largest value in the same layer, keys or values, of the chunk."""
+LOSSY_TOLERANCES: Final = {"fp8": 0.2, "int4": 0.4}
+"""Root mean square of the differences, as a share of that of the values, likewise. With SmolLM2 the forms themselves
+differ by 0.03 and 0.15, chunks computed and kept behind them by 0.07 and 0.18; KV of other tokens, or of the same one
+place further, by 1.3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,18 +163,31 @@ class Shadow:
         if torch.equal(loaded, computed):
             self.equal_bits += 1
             return None
-        share = _difference(loaded, computed)
-        form = chunk.record.form
-        tolerance = TOLERANCES[layout.dtype if form == "raw" else form]
+        # What was computed after a lossy prefix differs as that does.
+        stands_on_lossy = chunk.passes is not None and chunk.passes.loaded_until > 0
+        form = sample.work.prefix_form if stands_on_lossy else chunk.record.form
+        if form == "raw":
+            share, tolerance, what = difference(loaded, computed), TOLERANCES[layout.dtype], "its largest value"
+        else:
+            share, tolerance, what = lossy_difference(loaded, computed), LOSSY_TOLERANCES[form], f"its values ({form})"
         if share <= tolerance:
             return None
-        reason = f"computed again it differs by {share:.3g} of its largest value ({tolerance:g} is allowed)"
+        reason = f"computed again it differs by {share:.3g} of {what} ({tolerance:g} is allowed)"
         return Doubt(sample.work.request_id, sample.work.epoch, chunk.record, reason)
 
 
-def _difference(loaded: Tensor, computed: Tensor) -> float:
+def difference(loaded: Tensor, computed: Tensor) -> float:
     """The largest difference, as a share of the largest value in its layer's keys or values."""
     difference = (loaded.float() - computed.float()).abs().amax(dim=(2, 3, 4))
     size = computed.float().abs().amax(dim=(2, 3, 4)).clamp(min=1e-30)
+    worst = (difference / size).max().item()
+    return worst if worst == worst else float("inf")
+
+
+def lossy_difference(loaded: Tensor, computed: Tensor) -> float:
+    """The root mean square of the differences, as a share of that of the values, in the worst of the layers' keys and
+    values: single values of a lossy form may be far off, all of them may not."""
+    difference = (loaded.float() - computed.float()).square().mean(dim=(2, 3, 4)).sqrt()
+    size = computed.float().square().mean(dim=(2, 3, 4)).sqrt().clamp(min=1e-30)
     worst = (difference / size).max().item()
     return worst if worst == worst else float("inf")

@@ -22,6 +22,7 @@ from function_runtime.kv.chunk import ChunkHead, LayerPlace, check_layer, header
 from function_runtime.kv.forms import decode
 from function_runtime.kv.memory import MEMORY
 from function_runtime.kv.sealing import CLEAR, ChunkSeal
+from function_runtime.passes import Passes
 from function_runtime.protocol import KvChunk
 from model_loader.errors import MissingObject
 from model_loader.objects import ObjectStore
@@ -40,6 +41,8 @@ class Wanted:
     chunk: KvChunk
     head: ChunkHead
     """What it has to be for the request's tokens."""
+    passes: Passes | None = None
+    """Of a lossy chunk: how everything before its end is taken."""
 
     @property
     def place(self) -> Place:
@@ -114,8 +117,9 @@ class _Chunk:
                 if not self._here[0]:
                     return
                 opened = open_header(self.buffer[: self.edges[1]], len(self.buffer), self.wanted.head)
-                # Quantised KV is not what its passes give.
-                self._places, self.arriving.passes = opened.places, opened.passes if self._form == "raw" else None
+                # Quantised KV is not what its passes give, but what it was taken from.
+                self._places = opened.places
+                self.arriving.passes = opened.passes if self._form == "raw" else self.wanted.passes
             if len(self._here) == 1:
                 # All of it is here: the digest covers what the layers' checksums would say, at a third of the cost.
                 self._hash.update(self.buffer)

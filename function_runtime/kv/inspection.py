@@ -16,6 +16,7 @@ from typing import Any, Final
 from function_runtime.errors import KvError
 from function_runtime.kv.chunk import MAGIC, LayerPlace, NeedMore, check_layer, layer_table, read_header
 from function_runtime.kv.fields import decode_fields, encode_fields
+from function_runtime.kv.forms import is_of_one_request
 from function_runtime.kv.identity import link
 from function_runtime.kv.pack import PackEntry, read_entries
 from function_runtime.kv.sealing import CLEAR, ChunkSeal
@@ -58,7 +59,8 @@ class FoundChunk:
         return self.text("scales").partition("-")[0].partition("/")[0] or "raw"
 
     def record(self) -> dict[str, Any]:
-        """What the index keeps of it, and whether it is of whole blocks: only such a one can serve other requests."""
+        """What the index keeps of it, and whether it can serve other requests: it is of whole blocks, and not in flight
+        beside lossy prefixes."""
         size = max(self.number("block_size"), 1)
         return {
             "identity": self.identity,
@@ -71,7 +73,9 @@ class FoundChunk:
             "nbytes": self.entry.nbytes,
             "digest": self.entry.digest,
             "form": self.form,
-            "whole": self.number("start") % size == 0 and self.number("end") % size == 0,
+            "whole": self.number("start") % size == 0
+            and self.number("end") % size == 0
+            and not is_of_one_request(self.text("scales")),
         }
 
     def description(self) -> dict[str, Any]:

@@ -20,8 +20,9 @@ Key: TypeAlias = tuple[bytes, int, str]
 
 
 class KnownChunks:
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], for_s: float = KNOWN_FOR_S) -> None:
         self._clock = clock
+        self._for_s = for_s
         self._chunks: OrderedDict[Key, tuple[KvChunk, float]] = OrderedDict()
 
     def add(self, chunk: KvChunk) -> None:
@@ -36,7 +37,7 @@ class KnownChunks:
         if known is None:
             return None
         chunk, at_s = known
-        if is_counted_on(chunk.pack) or self._clock() - at_s < KNOWN_FOR_S:
+        if is_counted_on(chunk.pack) or self._clock() - at_s < self._for_s:
             return chunk
         del self._chunks[key]
         return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -71,6 +71,7 @@ class Reading:
         self._is_lossy = any(w.head.form != "raw" for w in self._usable)
         prompt = len(work.prompt)
         self._paths = [_path(self._usable, choice, prompt) for choice in range(work.sampling.n)]
+        self._paths[0] = _loaded(self._paths[0])
         if not (self._paths[0] and self._paths[0][0].chunk.start == 0) and not self.outcome.misses:
             self.outcome.misses.append("no chunk begins at position 0")
         self._tried = {w.place for path in self._paths for w in path}
@@ -209,7 +210,7 @@ def _candidates(work: Work, raw: KvIdentity, outcome: Restoration) -> list[Wante
                 outcome.misses.append(f"{where}: {error}")
                 continue
         tokens, chain, identity = known[chunk.choice], chains[key], chains[key].identity
-        if chunk.form != "raw" and chunk.end >= len(work.prompt):
+        if chunk.form != "raw" and not work.prefill_ends and chunk.end >= len(work.prompt):
             # The last token is always computed, and what is taken of a lossy chunk is all of it.
             continue
         head = ChunkHead(
@@ -244,9 +245,22 @@ def _identity(work: Work, chunk: KvChunk, raw: KvIdentity) -> KvIdentity:
     own, form = known_form(work.prefix_form), known_form(chunk.form)
     if form == "raw":
         return flight_identity(own, raw)
-    if form != own or chunk.choice or work.prefill_ends:
+    if form != own or chunk.choice or (work.prefill_ends and not chunk.lineage):
+        # A request that has begun goes on with the very chunks it began on: its records name them.
         raise KvError(f"it is stored as {form}, which this request did not begin on")
     return identity_of(form, raw)
+
+
+def _loaded(path: list[Wanted]) -> list[Wanted]:
+    """What is taken from lossy chunks is named by them, each after those before it."""
+    passes = NONE
+    found: list[Wanted] = []
+    for wanted in path:
+        if wanted.head.form != "raw" and passes.end == wanted.chunk.start:
+            passes = passes.with_loaded(wanted.chunk.end, wanted.chunk.digest)
+            wanted = replace(wanted, passes=passes)
+        found.append(wanted)
+    return found
 
 
 class _Lineages:

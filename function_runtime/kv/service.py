@@ -1,7 +1,8 @@
 """Durable KV of one replica: what the loop hands over is stored behind it, and read back before a request resumes.
 
     write -> queue -> pack -> KvSealed            while a request is under way
-    finished -> the rule of `keeping` -> KvKept   when it is over: its whole chunks stay for whoever comes next
+    finished -> the rule of `keeping` -> KvKept   when it is over: its whole chunks stay for whoever comes next, as they
+                                                  are or `quantising`
     begin_ask -> KvKnown -> begin_read            before a prompt's first prefill: what others left is loaded
 
 Runs on the loop's thread except for waiting, reading, encoding and storing, which helpers do; their results come back
@@ -19,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -29,16 +29,17 @@ from function_runtime.held import HeldRequest
 from function_runtime.inbox import Inbox
 from function_runtime.kv.arrival import Arrival
 from function_runtime.kv.asking import Asking
-from function_runtime.kv.chunk import ChunkHead
-from function_runtime.kv.identity import Chain, KvIdentity
-from function_runtime.kv.keeping import Prefix, Speeds, decide
+from function_runtime.kv.forms import identity_of, known_form
+from function_runtime.kv.identity import KvIdentity
+from function_runtime.kv.keeping import Keep, Prefix, Speeds, decide
 from function_runtime.kv.known import Key, KnownChunks
 from function_runtime.kv.plan import MAX_DEADLINE_S
-from function_runtime.kv.reader import Capabilities, Reading, Restoration, sequences
-from function_runtime.kv.sealing import ChunkSeal
+from function_runtime.kv.quantising import Quantised, Quantising
+from function_runtime.kv.reader import Capabilities, Reading, Restoration
 from function_runtime.kv.settings import KvReplicaSettings
 from function_runtime.kv.speeds import DIRECTORY_PRIOR, READERS, REMOTE_PRIOR, Measured
 from function_runtime.kv.writer import KvWriter, Pending, Told
+from function_runtime.kv.written import Copy, Written
 from function_runtime.kv_service import KvRead
 from function_runtime.protocol import KvAsk, KvBad, KvChunk, KvKept, KvKnown, KvSealed, StoreTotals
 from function_runtime.serving import Serving
@@ -48,50 +49,6 @@ from model_loader.objects import ObjectStore, open_store
 _REQUESTS_AT_ONCE: Final = 4
 _ASKERS: Final = 32
 _KEPT_PACKS: Final = 65_536
-
-
-class _Written:
-    """What has been stored for one request: its tokens and chains per choice, its whole chunks, the packs they lie
-    in."""
-
-    def __init__(self, held: HeldRequest, identity: KvIdentity) -> None:
-        self.held = held
-        self.tokens = [list(tokens) for tokens in sequences(held.work)]
-        self.chains = [Chain(identity, held.work.kv_scope) for _ in self.tokens]
-        self.seal = ChunkSeal(held.work.kv_key)
-        self.packs: set[str] = set()
-        self.chunks: dict[int, KvChunk] = {}
-        """Of choice 0, by start: the longest that is stored."""
-        self.waiting: dict[int, int] = {}
-        """Of choice 0, start -> end: handed to the writer, not stored yet."""
-        self.told_dropped = False
-        self.settled = False
-        self.keeps_until = 0
-        """Chunks of choice 0 that end at or before this are kept though the request is over."""
-        self._seen = 0
-
-    def catch_up(self) -> None:
-        messages = self.held.messages
-        for message in messages[self._seen :]:
-            for event in message.events:
-                self.tokens[event.choice].append(event.token_id)
-        self._seen = len(messages)
-
-    def wants(self, choice: int, end: int) -> bool:
-        return not self.settled or (choice == 0 and end <= self.keeps_until)
-
-
-@dataclass(eq=False, slots=True)
-class _Copy:
-    """One copy in the writer's queue, and every request that will name it: (request, choice)."""
-
-    key: Key
-    end: int
-    wanted_by: list[tuple[_Written, int]]
-
-    @property
-    def is_wanted(self) -> bool:
-        return any(written.wants(choice, self.end) for written, choice in self.wanted_by)
 
 
 class DurableKv:
@@ -127,15 +84,16 @@ class DurableKv:
         self._askers = ThreadPoolExecutor(_ASKERS, thread_name_prefix="kv-ask")
         self._asking = Asking()
         self._known = KnownChunks(time.monotonic)
-        self._copies: dict[Key, _Copy] = {}
+        self._quantising = Quantising(chunk_tokens)
+        self._copies: dict[Key, Copy] = {}
         """What waits in the writer's queue."""
-        self._written: dict[HeldRequest, _Written] = {}
-        self._users: dict[str, set[HeldRequest]] = {}
+        self._written: dict[HeldRequest, Written] = {}
+        self._users: dict[str, set[HeldRequest | Quantised]] = {}
         self._own: dict[str, int] = {}
         """Packs this replica wrote, with the bytes of their chunks."""
         self._kept: dict[str, None] = {}
         """Packs that were told to be kept: the index has them, they are not ours to delete."""
-        self._named: dict[_Written, list[KvChunk]] = {}
+        self._named: dict[Written, list[KvChunk]] = {}
         self.deduplicated_chunks = 0
 
     @property
@@ -157,10 +115,10 @@ class DurableKv:
                 self._opened = open_store(self._uri)
             return self._opened
 
-    def _of(self, held: HeldRequest) -> _Written:
+    def _of(self, held: HeldRequest) -> Written:
         written = self._written.get(held)
         if written is None:
-            written = self._written[held] = _Written(held, self._identity)
+            written = self._written[held] = Written(held, self._identity)
         written.catch_up()
         return written
 
@@ -170,19 +128,21 @@ class DurableKv:
         """Whether the index is asked before this request's first prefill: `cached_tokens` of it are here already."""
         work = held.work
         fresh = work.share_prefix and not work.kv and not work.produced and not work.prefill_ends
-        missing = len(work.prompt) // self._chunk_tokens * self._chunk_tokens - cached_tokens
+        usable = len(work.prompt) - (work.prefix_form != "raw")
+        missing = usable // self._chunk_tokens * self._chunk_tokens - cached_tokens
         return fresh and missing >= self._chunk_tokens and held.link is not None and self._asking.is_worthwhile
 
     def begin_ask(self, held: HeldRequest) -> None:
         written = self._of(held)
-        tokens, chain, size = written.tokens[0], written.chains[0], self._chunk_tokens
-        ends = range(size, len(held.work.prompt) + 1, size)
+        tokens, chain, size = written.tokens[0], written.shared, self._chunk_tokens
+        usable = len(held.work.prompt) - (written.form != "raw")
+        ends = range(size, usable + 1, size)
         question = self._asking.ask(held)
         held.tell(
             KvAsk(
                 request_id=held.id,
                 epoch=held.epoch,
-                identity=self._identity.digest.hex(),
+                identity=chain.identity.digest.hex(),
                 chains=tuple(chain.at(tokens, end).hex() for end in ends),
             )
         )
@@ -195,6 +155,7 @@ class DurableKv:
 
     def distrust(self, chunk: KvChunk) -> None:
         self._known.forget_pack(chunk.pack)
+        self._quantising.forget_pack(chunk.pack)
 
     def hear(self, known: KvKnown) -> None:
         self._asking.hear(known)
@@ -263,7 +224,7 @@ class DurableKv:
         """What a read came to. Sound chunks are counted on from here on, and named again if the index spoke of them:
         then the journal knows what the request was begun with. Bad ones are reported and not named any more."""
         for chunk, reason in bad:
-            self._known.forget_pack(chunk.pack)
+            self.distrust(chunk)
             held.tell(KvBad(request_id=held.id, epoch=held.epoch, chunk=chunk, reason=reason))
         if not held.live:
             return
@@ -271,6 +232,7 @@ class DurableKv:
         begun_here = not held.work.produced and not held.work.prefill_ends
         for chunk in sound:
             self._known.add(chunk)
+            self._quantising.saw(chunk)
             self._count_on(written, chunk)
             if begun_here:
                 self._named.setdefault(written, []).append(chunk)
@@ -289,10 +251,13 @@ class DurableKv:
         if copy is not None:
             copy.wanted_by.append((written, choice))
             if choice == 0:
-                written.waiting[start] = end
+                written.waiting[start] = copy
             self.deduplicated_chunks += 1
             return True
-        chunk = self._known.find(key, lambda pack: bool(self._users.get(pack)))
+        chunk = self._find_stored(key)
+        if chunk is None and choice == 0 and written.form != "raw":
+            # A lossy prefix that is in the memory of this replica is stored as what it was loaded from.
+            chunk = self._find_stored((written.shared.at(written.tokens[0], end), start, lineage))
         if chunk is None:
             return False
         self.deduplicated_chunks += 1
@@ -303,6 +268,9 @@ class DurableKv:
         self._named.setdefault(written, []).append(chunk)
         return True
 
+    def _find_stored(self, key: Key) -> KvChunk | None:
+        return self._known.find(key, lambda pack: bool(self._users.get(pack)))
+
     def _tell_named(self) -> None:
         named, self._named = self._named, {}
         for written, chunks in named.items():
@@ -312,37 +280,43 @@ class DurableKv:
     def write(self, held: HeldRequest, sealed: SealedRangeLike, data: memoryview) -> None:
         choice, start, end = sealed.choice, sealed.start, sealed.end
         written = self._of(held)
-        tokens, chain = written.tokens[choice], written.chains[choice]
-        head = ChunkHead(
-            identity=self._identity,
-            scope=held.work.kv_scope,
-            parent=chain.at(tokens, start),
-            chain=chain.at(tokens, end),
-            start=start,
-            end=end,
-            tokens=tuple(tokens[start:end]),
-            passes=sealed.passes,
-        )
-        copy = _Copy((head.chain, start, sealed.passes.digest), end, [(written, choice)])
+        head = written.head(choice, start, end, passes=sealed.passes)
+        copy = Copy((head.chain, start, sealed.passes.digest), end, data, [(written, choice)])
         self._copies[copy.key] = copy
         if choice == 0:
-            written.waiting[start] = max(end, written.waiting.get(start, 0))
+            written.waiting[start] = copy
         self._writer.put(Pending(copy, choice, head, data, lambda: self._may_write(copy), written.seal))
 
     def _told(self, told: Told, dropped: str) -> None:
         """From the writer's thread, all of a pack at once."""
-        news = [(owner, chunks) for owner, chunks in told if isinstance(owner, _Copy)]
-        self._inbox.post(lambda: self._hear_writer(news, dropped))
+        news = [(owner, chunks) for owner, chunks in told if isinstance(owner, Copy)]
+        if news:
+            self._inbox.post(lambda: self._hear_writer(news, dropped))
+        lossy = [(owner, chunks) for owner, chunks in told if isinstance(owner, Quantised)]
+        if lossy:
+            self._inbox.post(lambda: self._hear_quantised(lossy))
 
-    def _hear_writer(self, news: list[tuple[_Copy, tuple[KvChunk, ...]]], dropped: str) -> None:
-        sealed: dict[_Written, list[KvChunk]] = {}
-        kept: dict[_Written, list[KvChunk]] = {}
+    def _hear_quantised(self, news: list[tuple[Quantised, tuple[KvChunk, ...]]]) -> None:
+        """Chunks in a lossy form are stored, of requests that may be over."""
+        kept: dict[Quantised, list[KvChunk]] = {}
+        for owner, chunks in news:
+            for chunk in chunks:
+                self._own[chunk.pack] = self._own.get(chunk.pack, 0) + chunk.nbytes
+                self._quantising.saw(chunk)
+                kept.setdefault(owner, []).append(chunk)
+        for owner, found in kept.items():
+            self._keep(owner.written, found, owner.reason)
+        self._delete_unused({chunk.pack for found in kept.values() for chunk in found})
+
+    def _hear_writer(self, news: list[tuple[Copy, tuple[KvChunk, ...]]], dropped: str) -> None:
+        sealed: dict[Written, list[KvChunk]] = {}
+        kept: dict[Written, list[KvChunk]] = {}
         unused: set[str] = set()
         for copy, chunks in news:
             if self._copies.get(copy.key) is copy:
                 del self._copies[copy.key]
             for written, choice in copy.wanted_by:
-                if choice == 0 and written.waiting.get(copy.key[1]) == copy.end:
+                if choice == 0 and written.waiting.get(copy.key[1]) is copy:
                     del written.waiting[copy.key[1]]
                 if dropped and not written.told_dropped and not written.settled:
                     written.told_dropped = True
@@ -364,7 +338,7 @@ class DurableKv:
             self._keep(written, found, "stored after the request was over")
         self._delete_unused(unused)
 
-    def _count_on(self, written: _Written, chunk: KvChunk) -> None:
+    def _count_on(self, written: Written, chunk: KvChunk) -> None:
         if written.settled:
             return
         written.packs.add(chunk.pack)
@@ -372,7 +346,7 @@ class DurableKv:
         if chunk.choice == 0 and (chunk.start not in written.chunks or chunk.end >= written.chunks[chunk.start].end):
             written.chunks[chunk.start] = chunk
 
-    def _seal(self, written: _Written, chunks: tuple[KvChunk, ...], dropped: str) -> None:
+    def _seal(self, written: Written, chunks: tuple[KvChunk, ...], dropped: str) -> None:
         held = written.held
         self._serving().kv_sealed(held, KvSealed(request_id=held.id, epoch=held.epoch, chunks=chunks, dropped=dropped))
 
@@ -388,43 +362,60 @@ class DurableKv:
         if written is None or not held.work.share_prefix or held.work.reuse.probability <= 0:
             return
         written.catch_up()
-        stored: list[KvChunk] = []
-        new: list[tuple[int, int]] = []
-        position = 0
-        while True:
-            chunk = written.chunks.get(position)
-            end = chunk.end if chunk is not None else written.waiting.get(position, 0)
-            if end - position != self._chunk_tokens:
-                break
-            if chunk is not None:
-                stored.append(chunk)
-            if chunk is None or (chunk.pack in self._own and chunk.pack not in self._kept):
-                new.append((position, end))
-            position = end
+        if written.form != "raw":
+            self._finish_lossy(held, written)
+            return
+        position, stored = written.whole_run(self._chunk_tokens)
         if not position:
             return
-        nbytes = self._identity.layout.nbytes_per_token * sum(end - start for start, end in new)
+        standing = [c for c in stored if c.pack not in self._own or c.pack in self._kept]
+        new = position - len(standing) * self._chunk_tokens
         prefix = Prefix(
-            tokens=sum(end - start for start, end in new),
-            nbytes=nbytes,
+            tokens=new,
+            nbytes=self._identity.layout.nbytes_per_token * new,
             packs=len({c.pack for c in stored}) + (1 if len(stored) * self._chunk_tokens < position else 0),
             name=written.chains[0].at(written.tokens[0], position),
         )
-        reuse = held.work.reuse
-        speeds = Speeds(self._token_us(position), self.measured.speeds.bytes_per_s, self.measured.speeds.latency_s)
-        choice = decide(prefix, reuse.probability, reuse.device_microusd_per_hour, speeds, self._settings.prices)
+        choice = self._decide(held, prefix, position)
         if choice.keep:
             written.keeps_until = position
             self._keep(written, stored, choice.reason)
         elif new:
             self._tell_kept(held, (), {}, choice.reason)
 
+    def _decide(self, held: HeldRequest, prefix: Prefix, position: int) -> Keep:
+        reuse, speeds = held.work.reuse, self.measured.speeds
+        measured = Speeds(self._token_us(position), speeds.bytes_per_s, speeds.latency_s)
+        return decide(prefix, reuse.probability, reuse.device_microusd_per_hour, measured, self._settings.prices)
+
+    def _finish_lossy(self, held: HeldRequest, written: Written) -> None:
+        """Its whole chunks are quantised behind its back; until then the packs they lie in stay."""
+        position, sources = self._quantising.sources(written)
+        if not sources:
+            return
+        choice = self._decide(held, self._quantising.prefix(written, sources), position)
+        if not choice.keep:
+            self._tell_kept(held, (), {}, choice.reason)
+            return
+        packs = {source.chunk.pack for source in sources if source.chunk is not None}
+        job = Quantised(written, f"{choice.reason}; kept as {written.form}")
+        for pack in packs:
+            self._users.setdefault(pack, set()).add(job)
+
+        def run() -> None:
+            try:
+                self._quantising.run(job, sources, self._store, self._writer, lambda: self._serving().is_awake)
+            finally:
+                self._inbox.post(lambda: self._let_go(job, packs))
+
+        self._requests.submit(run)
+
     def _token_us(self, tokens: int) -> float:
         """Measured microseconds of prefill per token of a prompt this long."""
         speeds = self.measured.speeds
         return (speeds.prefill_s + speeds.prefill_position_s * tokens / 2) * 1e6
 
-    def _keep(self, written: _Written, chunks: list[KvChunk], reason: str) -> None:
+    def _keep(self, written: Written, chunks: list[KvChunk], reason: str) -> None:
         if not chunks:
             return
         packs = {c.pack: self._own[c.pack] for c in chunks if c.pack in self._own and c.pack not in self._kept}
@@ -439,7 +430,7 @@ class DurableKv:
             KvKept(
                 request_id=held.id,
                 epoch=held.epoch,
-                identity=self._identity.digest.hex(),
+                identity=identity_of(known_form(held.work.prefix_form), self._identity).digest.hex(),
                 chunks=chunks,
                 packs=packs,
                 token_us=round(self._token_us(chunks[-1].end if chunks else 0), 3),
@@ -452,7 +443,8 @@ class DurableKv:
         if written is None:
             return
         written.settled = True
-        self._let_go(held, written)
+        self._let_go(held, written.packs)
+        written.packs = set()
 
     def hand_over(self, held: HeldRequest) -> None:
         """It goes on elsewhere: it stays among its packs' users here, so that this replica never deletes them."""
@@ -460,20 +452,19 @@ class DurableKv:
         if written is not None:
             written.settled = True
 
-    def _may_write(self, copy: _Copy) -> bool:
+    def _may_write(self, copy: Copy) -> bool:
         """Asked by the writer right before it stores: a process that was stopped writes nothing for requests that
         others may own by now."""
         return copy.is_wanted and self._serving().is_awake
 
-    def _let_go(self, held: HeldRequest, written: _Written) -> None:
-        for pack in written.packs:
+    def _let_go(self, user: HeldRequest | Quantised, packs: set[str]) -> None:
+        for pack in packs:
             users = self._users.get(pack)
             if users is not None:
-                users.discard(held)
+                users.discard(user)
                 if not users:
                     del self._users[pack]
-        self._delete_unused(written.packs)
-        written.packs = set()
+        self._delete_unused(packs)
 
     def _delete_unused(self, packs: set[str]) -> None:
         """Those of these that this replica wrote, that no request of it counts on, and that were not kept."""
@@ -483,6 +474,7 @@ class DurableKv:
         gone = [pack for pack in unused if pack not in self._kept]
         for pack in gone:
             self._known.forget_pack(pack)
+            self._quantising.forget_pack(pack)
         if gone:
             self._requests.submit(self._delete, gone)
 

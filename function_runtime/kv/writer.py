@@ -43,7 +43,7 @@ class Pending:
     head: ChunkHead
     data: memoryview
     is_wanted: Callable[[], bool]
-    """Asked before it is stored; what nobody wants any more is dropped without a word."""
+    """Asked before it is stored; what nobody wants any more is dropped, and its owner told without a reason."""
     seal: ChunkSeal = CLEAR
     """What the scope's chunks are sealed with at rest; the same for everything of a scope."""
     queued_s: float = field(default_factory=time.monotonic)
@@ -124,6 +124,14 @@ class KvWriter:
                 return
             self._drop(1, nbytes)
         self._tell([(pending.owner, ())], refused)
+
+    def wait_for_room(self, nbytes: int, within_s: float) -> bool:
+        """Whether the queue takes so much by then; what is written behind requests in flight goes before."""
+        with self._condition:
+            return self._condition.wait_for(
+                lambda: self._closed or bool(self._stopped) or self._queued_bytes + nbytes <= MAX_QUEUED_BYTES // 2,
+                within_s,
+            )
 
     def _refusal(self, nbytes: int) -> str:
         if self._closed:
@@ -227,7 +235,11 @@ class KvWriter:
 
     def _store(self, store: ObjectStore, batch: list[Pending]) -> int:
         """Bytes written."""
-        wanted, encoded = self._encode([pending for pending in batch if pending.is_wanted()])
+        asked = [(pending, pending.is_wanted()) for pending in batch]
+        unwanted = [(pending.owner, ()) for pending, is_wanted in asked if not is_wanted]
+        if unwanted:
+            self._tell(unwanted, "")
+        wanted, encoded = self._encode([pending for pending, is_wanted in asked if is_wanted])
         if not wanted:
             return 0
         pack = build_pack([(p.head.chain, chunk) for p, chunk in zip(wanted, encoded, strict=True)])

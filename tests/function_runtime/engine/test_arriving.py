@@ -14,6 +14,7 @@ import pytest
 
 from function_runtime.engine.engine import Engine
 from function_runtime.engine.output import Admitted, StepOutput
+from function_runtime.engine.shadow import Doubt
 from function_runtime.kv.arrival import Arrival, ArrivingChunk
 from function_runtime.protocol import KvChunk, TokenEvent, Work
 from tests.function_runtime.engine.support import Checkpoint, Driver, Transcript, make_work, run_one
@@ -67,16 +68,18 @@ class Arriving:
 
 
 class Watching(Driver):
-    """Keeps what the engine says of admissions."""
+    """Keeps what the engine says of admissions and of what it doubts."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self.admitted: list[Admitted] = []
+        self.doubts: list[Doubt] = []
         step = engine.step
 
         def watched() -> StepOutput:
             output = step()
             self.admitted += output.admitted
+            self.doubts += output.doubts
             return output
 
         engine.step = watched  # type: ignore[method-assign]

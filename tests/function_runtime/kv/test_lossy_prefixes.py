@@ -12,14 +12,18 @@ import pytest
 import torch
 
 from function_runtime.engine_like import KvLayout
+from function_runtime.held import HeldRequest
 from function_runtime.kv.arrival import Arrival
-from function_runtime.kv.chunk import ChunkHead, header_nbytes
+from function_runtime.kv.chunk import ChunkHead
 from function_runtime.kv.forms import Form, chunk_nbytes, decode, encode, flight_identity, identity_of, layer_nbytes
 from function_runtime.kv.identity import Chain, KvIdentity
+from function_runtime.kv.quantising import KEPT_FOR_S, Quantised, Quantising
 from function_runtime.kv.reader import Capabilities, Reading, Restoration, read_kv
 from function_runtime.kv.speeds import Speeds
 from function_runtime.kv.writer import KvWriter, Pending
-from function_runtime.protocol import KvChunk, Work
+from function_runtime.kv.written import Written
+from function_runtime.passes import NONE, Passes
+from function_runtime.protocol import Begun, KvChunk, TokenEvent, Work
 from model_loader.objects import DirectoryStore
 from tests.function_runtime.kv.test_writing_and_reading import into
 from tests.support.replica_client import work
@@ -42,10 +46,12 @@ class Stored:
         self.told: list[Any] = []
         self.writer = KvWriter(lambda: self.store, into(self.told))
 
-    def write(self, start: int, end: int, identity: KvIdentity, *, data: memoryview | None = None) -> None:
+    def write(
+        self, start: int, end: int, identity: KvIdentity, *, data: memoryview | None = None, passes: Passes = NONE
+    ) -> None:
         chain = Chain(identity, "a")
         head = ChunkHead(
-            identity, "a", chain.at(PROMPT, start), chain.at(PROMPT, end), start, end, PROMPT[start:end]
+            identity, "a", chain.at(PROMPT, start), chain.at(PROMPT, end), start, end, PROMPT[start:end], passes
         )  # fmt: skip
         self.writer.put(Pending("r", 0, head, data or values(start, end), is_wanted=lambda: True))
 
@@ -73,6 +79,28 @@ def stored(tmp_path: Path) -> Iterator[Stored]:
 
 def fresh(kv: tuple[KvChunk, ...], form: str, **fields: Any) -> Work:
     return work(PROMPT, kv=kv, kv_scope="a", prefix_form=form, **fields)
+
+
+def begun_on(prefix: tuple[KvChunk, ...], kv: tuple[KvChunk, ...], form: str = "fp8") -> Work:
+    """A request whose first attempt began on these lossy chunks and gave one token."""
+    passes = loaded(prefix)
+    produced = (TokenEvent(choice=0, token_id=7),)
+    ends = (passes.end, len(PROMPT))
+    return fresh(kv, form, produced=produced, prefill_ends=ends, begun=Begun(passes=passes.numbers))
+
+
+def loaded(prefix: tuple[KvChunk, ...]) -> Passes:
+    passes = NONE
+    for chunk in prefix:
+        passes = passes.with_loaded(chunk.end, chunk.digest)
+    return passes
+
+
+def named(prefix: tuple[KvChunk, ...]) -> tuple[KvChunk, ...]:
+    """As the records of a request that began on them name them."""
+    return tuple(
+        msgspec.structs.replace(chunk, lineage=loaded(prefix[: i + 1]).digest) for i, chunk in enumerate(prefix)
+    )
 
 
 def read(work_: Work, stored: Stored) -> Restoration:
@@ -126,10 +154,8 @@ def test_a_damaged_scale_is_a_miss(stored: Stored, form: Form) -> None:
     chunks = stored.prefix(form)
     victim = chunks[1]
     data, scales = layer_nbytes(form, LAYOUT, 32)
-    head = ChunkHead(
-        identity_of(form, RAW), "a", bytes(32), bytes(32), victim.start, victim.end, PROMPT[32:64]
-    )  # fmt: skip
-    at = victim.offset + header_nbytes(victim.nbytes, head) + data + scales // 2
+    layers = chunk_nbytes(form, LAYOUT, 32)
+    at = victim.offset + victim.nbytes - layers + data + scales // 2
     raw = bytearray(stored.path(victim).read_bytes())
     raw[at] ^= 1
     stored.path(victim).write_bytes(raw)
@@ -151,6 +177,12 @@ def test_a_raw_reader_takes_no_lossy_chunk_and_a_lossy_one_no_raw_one(stored: St
     assert "fp4" in read(fresh(unknown, "fp4"), stored).detail
 
 
+def test_another_tenant_does_not_meet_it(stored: Stored) -> None:
+    chunks = stored.prefix("fp8")
+    outcome = read(msgspec.structs.replace(fresh(chunks, "fp8"), kv_scope="b"), stored)
+    assert outcome.restored is None and "another tenant" in outcome.detail and not outcome.bad
+
+
 def test_the_last_token_is_never_taken_from_a_lossy_chunk(stored: Stored) -> None:
     chunks = stored.prefix("fp8")
     ending = msgspec.structs.replace(fresh(chunks, "fp8"), prompt=PROMPT[:96])
@@ -164,6 +196,37 @@ def test_nothing_is_computed_in_front_of_a_lossy_prefix(stored: Stored) -> None:
     assert Reading(fresh(chunks, "fp8"), RAW).plan(slow, Capabilities(1)).start == 0
     slower = speeds(chunk_nbytes("raw", LAYOUT, 32) / 0.04, 1e-4)
     assert Reading(fresh(raw, "raw"), RAW).plan(slower, Capabilities(1)).start > 0
+
+
+def test_a_resume_goes_on_with_the_very_chunks_it_began_on(stored: Stored) -> None:
+    prefix = stored.prefix("fp8", 64)
+    stored.write(64, 96, flight_identity("fp8", RAW), passes=loaded(prefix).with_pass(96, 100))
+    (after,) = stored.chunks()
+    outcome = read(begun_on(prefix, (*named(prefix), after)), stored)
+    assert outcome.restored is not None and outcome.restored.lengths == (96,), outcome.misses
+    first, _, last = outcome.restored.choices[0]
+    assert bytes(first.data) == bytes(decode("fp8", LAYOUT, 32, encode("fp8", LAYOUT, values(0, 32))))
+    assert bytes(last.data) == bytes(values(64, 96))
+
+
+def test_a_resume_takes_no_other_chunk_of_the_same_tokens_and_form(stored: Stored) -> None:
+    prefix = stored.prefix("fp8", 64)
+    stored.write(0, 32, identity_of("fp8", RAW), data=values(1, 33))
+    (other,) = stored.chunks()
+    assert read(begun_on(prefix, (other, prefix[1])), stored).restored is None
+    assert read(begun_on(prefix, named((other, prefix[1]))), stored).restored is None
+    # Nor what was computed after another prefix.
+    stored.write(0, 32, flight_identity("fp8", RAW), passes=NONE.with_pass(32, 100))
+    assert read(begun_on(prefix, stored.chunks()), stored).restored is None
+
+
+def test_a_raw_copy_stands_in_for_a_lossy_chunk_that_is_gone(stored: Stored) -> None:
+    prefix = stored.prefix("fp8", 32)
+    stored.write(0, 32, flight_identity("fp8", RAW), passes=loaded(prefix))
+    copies = stored.chunks()
+    stored.path(prefix[0]).unlink()
+    outcome = read(begun_on(prefix, (*named(prefix), *copies)), stored)
+    assert outcome.restored is not None and outcome.restored.lengths == (32,)
 
 
 def test_state_in_flight_beside_lossy_prefixes_is_no_one_elses(stored: Stored) -> None:
@@ -184,3 +247,45 @@ def test_a_chunk_its_form_cannot_hold_is_dropped_alone(stored: Stored) -> None:
     assert stored.writer.flush(10)
     assert [bool(chunks) for _, chunks, _ in stored.told] == [False, True]
     assert stored.writer.counts.unfit_chunks == 1 and stored.writer.stopped == ""
+
+
+def test_only_what_is_not_kept_yet_is_quantised_also_behind_a_lossy_prefix(stored: Stored) -> None:
+    prefix = stored.prefix("fp8", 64)
+    passes = loaded(prefix)
+    for end in (96, 100):
+        passes = passes.with_pass(end, end)
+        stored.write(end - 32 if end == 96 else 96, end, flight_identity("fp8", RAW), passes=passes)
+    after, tail = stored.chunks()
+    written = Written(HeldRequest(fresh((), "fp8"), None), RAW)
+    written.chunks = {chunk.start: chunk for chunk in (*prefix, after, tail)}
+    clock = [0.0]
+    quantising = Quantising(32, lambda: clock[0])
+    position, sources = quantising.sources(written)
+    assert position == 96 and [(s.lossy.start, s.chunk) for s in sources] == [(64, after)]
+    assert quantising.prefix(written, sources).nbytes == chunk_nbytes("fp8", LAYOUT, 32)
+    quantising.run(Quantised(written, ""), sources, lambda: stored.store, stored.writer, lambda: True)
+    (kept,) = stored.chunks()
+    assert kept.form == "fp8" and kept.parent == prefix[-1].chain
+    # For a while it is known to be kept; then it is made again, in case the index let it go.
+    quantising.saw(kept)
+    assert quantising.sources(written) == (96, [])
+    clock[0] = KEPT_FOR_S + 1
+    assert len(quantising.sources(written)[1]) == 1
+    written.chunks = {0: prefix[0], 64: after}
+    assert quantising.sources(written) == (32, []), "a prefix has no holes"
+
+
+def test_a_raw_chunk_that_is_damaged_is_not_quantised(stored: Stored, capsys: pytest.CaptureFixture[str]) -> None:
+    for start in (0, 32):
+        stored.write(start, start + 32, flight_identity("fp8", RAW))
+    chunks = stored.chunks()
+    raw = bytearray(stored.path(chunks[1]).read_bytes())
+    raw[chunks[1].offset + chunks[1].nbytes - 1] ^= 1
+    stored.path(chunks[1]).write_bytes(raw)
+    written = Written(HeldRequest(fresh((), "fp8"), None), RAW)
+    written.chunks = {chunk.start: chunk for chunk in chunks}
+    quantising = Quantising(32)
+    _, sources = quantising.sources(written)
+    quantising.run(Quantised(written, ""), sources, lambda: stored.store, stored.writer, lambda: True)
+    assert [chunk.start for chunk in stored.chunks()] == [0]
+    assert "kv not kept from 32 on" in capsys.readouterr().err

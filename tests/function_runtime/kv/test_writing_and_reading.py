@@ -248,7 +248,8 @@ def test_what_nobody_wants_any_more_is_not_stored(tmp_path: Path) -> None:
     writer.put(Pending("r", 0, head, memoryview(bytearray(head.data_bytes)), is_wanted=lambda: False))
     assert writer.flush(5)
     writer.close()
-    assert told == [] and not list(tmp_path.rglob("packs"))
+    assert told == [("r", (), "")], "whoever waits for it hears that it is not coming"
+    assert not list(tmp_path.rglob("packs"))
 
 
 def test_what_a_tenants_key_sealed_is_read_with_that_key_and_no_other(stored: Stored) -> None:
