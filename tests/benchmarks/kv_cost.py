@@ -118,7 +118,7 @@ def main(quick: bool) -> bool:
         model, checkpoint = checkpoint_in(folder)
         for at_once in (1, 8):
             store = DirectoryStore(folder / f"objects-{at_once}")
-            found = measure(checkpoint, store, 32 if quick else 256, at_once)
+            found = measure(checkpoint, store, 40 if quick else 256, at_once)
             results |= {f"{at_once} at once, {part}": figures for part, figures in found.items()}
     columns = list(next(iter(results.values())))
     rows = [[name, *found.values()] for name, found in results.items()]
