@@ -8,14 +8,22 @@ gateway moves at the same moment is read again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from control_plane.database import Connection
 from control_plane.errors import StorageUnavailable
 from function_runtime.protocol import ReplicaStatus
+
+Charged: TypeAlias = Callable[[str, str | None, int], None]
+"""Told, after the commit, of a tenant, a key where a request was charged, and by how many micro-dollars."""
+
+
+def nobody_charged(tenant: str, key_id: str | None, microusd: int) -> None:
+    """Nobody wants to know."""
+
 
 PRICE_UNIT_US: Final = 3_600_000_000
 """Prices are micro-dollars per device hour."""
@@ -103,13 +111,13 @@ def apportion(total_microusd: int, device_us: Sequence[int], price_microusd_per_
     return costs
 
 
-def charge_request(connection: Connection, subject: Subject, entries: Sequence[Entry], at_us: int) -> None:
+def charge_request(connection: Connection, subject: Subject, entries: Sequence[Entry], at_us: int) -> int:
     """The rows of a request; those with device time are charged to the replica of `subject`. If its account is closed
-    already, that time was counted as unreported there, and a correction takes it away again."""
+    already, that time was counted as unreported there, and a correction takes it away again. What it costs more now."""
     used_us = sum(entry.device_us for entry in entries)
     if used_us == 0 or subject.replica_id is None:
         _write(connection, subject, entries, [0] * len(entries), 0, at_us)
-        return
+        return 0
     for _ in range(_TRIES):
         account = _read(connection, subject, at_us)
         rows = list(entries)
@@ -117,23 +125,23 @@ def charge_request(connection: Connection, subject: Subject, entries: Sequence[E
             rows.append(Entry("correction", "unreported", -used_us, -used_us))
             account.unreported_us -= used_us
         account.attributed_us += used_us
-        if _charge(connection, subject, account, rows, at_us):
-            return
+        if (charged := _charge(connection, subject, account, rows, at_us)) is not None:
+            return charged
     raise StorageUnavailable(f"the account of {subject.replica_id} is busy")
 
 
-def settle_replica(connection: Connection, status: ReplicaStatus, at_us: int, *, final: bool) -> None:
+def settle_replica(connection: Connection, status: ReplicaStatus, at_us: int, *, final: bool) -> int:
     """Charge what a replica's own time has grown by. `final`: nothing more will come, what no part explains is
     unreported. Settling twice the same adds nothing; of one that has ended nothing but another end is taken: a report
-    that was under way when it came knows less."""
+    that was under way when it came knows less. What it costs more now."""
     subject = Subject(status.spec.tenant, status.function, status.revision, replica_id=status.replica_id)
     for _ in range(_TRIES):
         account = _read(connection, subject, at_us)
         if account.closed_us is not None and not final:
-            return
+            return 0
         rows = _settled(account, status, at_us, final=final)
-        if _charge(connection, subject, account, rows, at_us):
-            return
+        if (charged := _charge(connection, subject, account, rows, at_us)) is not None:
+            return charged
     raise StorageUnavailable(f"the account of {status.replica_id} is busy")
 
 
@@ -172,8 +180,10 @@ def _read(connection: Connection, subject: Subject, at_us: int) -> Account:
     return Account(*row)
 
 
-def _charge(connection: Connection, subject: Subject, account: Account, rows: Sequence[Entry], at_us: int) -> bool:
-    """Move the account as it was read, and write the rows with their shares of what its cost grows by. False: somebody
+def _charge(
+    connection: Connection, subject: Subject, account: Account, rows: Sequence[Entry], at_us: int
+) -> int | None:
+    """Move the account as it was read, and write the rows with their shares of what its cost grows by. None: somebody
     else moved it in between."""
     times = [row.device_us for row in rows]
     account.charged_us += sum(times)
@@ -195,9 +205,9 @@ def _charge(connection: Connection, subject: Subject, account: Account, rows: Se
         "closed_us": account.closed_us,
     }
     if connection.execute(_MOVE, values).rowcount != 1:
-        return False
+        return None
     _write(connection, subject, rows, costs, account.price_microusd_per_hour, at_us)
-    return True
+    return sum(costs)
 
 
 def _write(

@@ -26,6 +26,7 @@ from control_plane.api.middleware import error_middleware
 from control_plane.backends.base import Backend
 from control_plane.backends.local import LocalBackend
 from control_plane.backends.shared import SharedBackend
+from control_plane.budgets import Budgets
 from control_plane.context import CONTEXT, AppContext, new_gateway_id
 from control_plane.database import Database
 from control_plane.decisions import Decisions
@@ -52,11 +53,13 @@ from control_plane.metrics import Metrics
 from control_plane.object_store import StoreWatch
 from control_plane.parking import Parking
 from control_plane.peers import Peers
+from control_plane.queue_shares import QueueShares
 from control_plane.records import RequestState
 from control_plane.sealing import MasterKey, TenantKeys
 from control_plane.seating import Seating
 from control_plane.serving import Serving
 from control_plane.settings import Settings
+from control_plane.shares import Shares
 from control_plane.slot_table import SlotTable
 from control_plane.tenants import Keys
 from control_plane.traces import open_traces
@@ -103,10 +106,17 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
 
     def request_ended(live: LiveRequest, state: RequestState, total_s: float) -> None:
         metrics.request_ended(live, state, total_s)
+        budgets.ended(live.origin.tenant, live.origin.key_id, live.log.last_seq)
         kv_desk.ended(live)
 
     dispatcher.endings.on_end = request_ended
-    dispatcher.lanes.share = gateways.share
+    shares = Shares(db, gateways)
+    budgets = Budgets(db, shares)
+    journal.on_charged = ledger.on_charged = budgets.charged
+    queue_shares = QueueShares(shares, dispatcher.lanes, settings.queue)
+    if not gateways.alone:
+        dispatcher.lanes.granted = queue_shares.granted
+        dispatcher.claim_room = queue_shares.ensure
     slots = backend or _slots(settings, db, gateways, peers)
     fleet = Fleet(slots, ledger)
     seating = Seating(fleet, dispatcher, journal, gateways.alone)
@@ -140,6 +150,9 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
         decisions=decisions,
         dispatcher=dispatcher,
         drains=drains,
+        shares=shares,
+        queue_shares=queue_shares,
+        budgets=budgets,
         fleet=fleet,
         seating=seating,
         adopting=adopting,
@@ -179,11 +192,16 @@ def _connect_gateways(context: AppContext) -> None:
         if change.kind is ChangeKind.IMPORTED and gateways.leads:
             context.peers.tell("functions")
 
+    def regained() -> None:
+        context.shares.void()
+        context.adopting.regained()
+
     context.fleet.keeps_books = context.importing.leads = False
     loop.on_lead = leads
     gateways.on_change = loop.gateways_changed
     gateways.on_orphans = context.adopting.orphans
-    gateways.on_regained = context.adopting.regained
+    gateways.on_regained = regained
+    context.adopting.on_adopted = context.queue_shares.due.set
     context.functions.subscribe(imported)
     context.journal.may_write = lambda: gateways.held
 
@@ -193,6 +211,7 @@ async def start_context(context: AppContext, url: str = "", predecessor: str = "
     `predecessor`: the gateway whose data directory this is now."""
     await context.keys.refresh()
     await context.tenant_keys.refresh()
+    await context.budgets.refresh()
     # Taken out of the environment: what this process starts has no business with it.
     given = os.environ.pop("STOKER_ADMIN_KEY", "").strip()
     await context.keys.ensure_admin_key(context.settings.admin_key_path, given)
@@ -237,6 +256,7 @@ async def close_context(context: AppContext) -> None:
     await context.store.close()
     context.sender.close()
     try:
+        await context.budgets.settle()
         await context.gateways.close()
         await context.peers.tell_all("gateways")
     except StokerError as error:

@@ -11,6 +11,7 @@ from aiohttp import web
 
 if TYPE_CHECKING:
     from control_plane.adopting import Adopting
+    from control_plane.budgets import Budgets
     from control_plane.database import Database
     from control_plane.decisions import Decisions
     from control_plane.demand import DemandSender
@@ -30,10 +31,12 @@ if TYPE_CHECKING:
     from control_plane.metrics import Metrics
     from control_plane.object_store import StoreWatch
     from control_plane.peers import Peers
+    from control_plane.queue_shares import QueueShares
     from control_plane.sealing import TenantKeys
     from control_plane.seating import Seating
     from control_plane.serving import Serving
     from control_plane.settings import Settings
+    from control_plane.shares import Shares
     from control_plane.tenants import Keys
     from control_plane.traces import Traces
 
@@ -57,6 +60,9 @@ class AppContext:
     decisions: Decisions
     dispatcher: Dispatcher
     drains: Drains
+    shares: Shares
+    queue_shares: QueueShares
+    budgets: Budgets
     fleet: Fleet
     seating: Seating
     adopting: Adopting
@@ -86,6 +92,7 @@ class AppContext:
         if "keys" in what:
             await self.keys.refresh()
             await self.tenant_keys.refresh()
+            await self.budgets.refresh()
         if "functions" in what:
             await self.functions.refresh()
         if "drains" in what:

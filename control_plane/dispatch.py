@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from autoscaler.placement import Placement
@@ -52,6 +52,9 @@ class Dispatcher:
         self.on_seat_lost: Callable[[Seat, str], None] = lambda seat, reason: None
         self.on_kv: Callable[[ReplicaLink, LiveRequest | None, KvAsk | KvKept | KvBad], None] = lambda *said: None
         """Told what replicas ask and say about stored KV, in order with everything else they say."""
+        self.claim_room: Callable[[FunctionKey, int], Awaitable[None]] | None = None
+        """Where several gateways share the bounds of a queue: makes sure of a part that is large enough, if one can be
+        had. Nothing may happen between its return and the place's being taken."""
         self.unusable: Callable[[FunctionKey, str], str] = lambda key, identity: ""
         """Why no replica of this checkpoint can be had; empty if one can."""
         self.endings = Endings(journal, self.lanes, self.requests, self._left, self._give_up)
@@ -88,8 +91,8 @@ class Dispatcher:
 
     # --- coming in ---
 
-    @contextmanager
-    def room(self, key: FunctionKey, identity: str, nbytes: int) -> Iterator[None]:
+    @asynccontextmanager
+    async def room(self, key: FunctionKey, identity: str, nbytes: int) -> AsyncIterator[None]:
         """Reserve a place in the queue while a request is accepted; refuse what would wait behind too much, or in
         vain."""
         paused = self.lanes.paused(key)
@@ -98,6 +101,8 @@ class Dispatcher:
         reason = self.unusable(key, identity)
         if reason:
             raise ModelUnusable(reason)
+        if self.claim_room is not None:
+            await self.claim_room(key, nbytes)
         with self.lanes.room(key, identity, nbytes):
             yield
 

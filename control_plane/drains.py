@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from control_plane.changes import Changes
 from control_plane.database import Connection, Database
 from control_plane.lanes import FunctionKey
 
@@ -48,13 +49,14 @@ class Drains:
     def __init__(self, db: Database) -> None:
         self._db = db
         self._known: tuple[Drain, ...] = ()
+        self._changes = Changes()
         self.on_change: Callable[[], None] = lambda: None
 
     async def refresh(self) -> None:
         def run(connection: Connection) -> tuple[Drain, ...]:
             return tuple(Drain(*row) for row in connection.execute(_READ, {}).fetchall())
 
-        known = await self._db.read(run)
+        known = await self._changes.read(lambda: self._db.read(run))
         if known != self._known:
             self._known = known
             self.on_change()
@@ -69,6 +71,7 @@ class Drains:
     async def _change(self, text: str, kind: str, tenant: str, name: str, reason: str) -> None:
         values = {"kind": kind, "tenant": tenant, "name": name, "now": time.time_ns() // 1000, "reason": reason}
         await self._db.write(lambda connection: connection.execute(text, values).rowcount)
+        self._changes.note()
         await self.refresh()
 
     async def sweep(self, kept_s: float) -> None:

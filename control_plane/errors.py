@@ -2,7 +2,8 @@
 
     StokerError
       InvalidRequest 400   Unauthenticated 401   Forbidden 403   NotFound 404   Conflict 409 (Fenced)
-      KeyDeleted 410   TooLarge 413   Unprocessable 422   Saturated 429   Internal 500 (Damaged)
+      KeyDeleted 410   TooLarge 413   Unprocessable 422   Saturated 429 (RateExceeded, BudgetExceeded)
+      Internal 500 (Damaged)
       Unavailable 503 (StorageUnavailable (LeaseLapsed), Elsewhere,
         ObjectStoreUnavailable, ModelLoading, FunctionDrained, ModelUnusable)
 
@@ -137,6 +138,19 @@ class Saturated(StokerError):
         retry_after_s: float | None = 1.0,
     ) -> None:
         super().__init__(message, param=param, code=code, retry_after_s=retry_after_s)
+
+
+class RateExceeded(Saturated):
+    """A minute's budget of a tenant or a key is spent."""
+
+    default_code = "rate_limit_exceeded"
+
+
+class BudgetExceeded(Saturated):
+    """A longer budget is spent; only the next period, or another budget, helps."""
+
+    default_code = "budget_exceeded"
+    retry = False
 
 
 class Internal(StokerError):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
+from control_plane.changes import Changes
 from control_plane.database import Connection, Database, to_the_end
 from control_plane.errors import Conflict, InvalidRequest, NotFound, StokerError
 from control_plane.settings import ModelSettings
@@ -129,6 +130,7 @@ class FunctionStore:
         self._functions: dict[tuple[str, str], Function] = {}
         self._by_model: dict[tuple[str, str], Function] = {}
         self._subscribers: list[Subscriber] = []
+        self._changes = Changes()
 
     # --- looking up -------------------------------------------------------------------------------------------
 
@@ -139,7 +141,7 @@ class FunctionStore:
         def run(connection: Connection) -> list[Sequence[Any]]:
             return list(connection.execute(_CURRENT).fetchall())
 
-        rows = await self._database.read(run)
+        rows = await self._changes.read(lambda: self._database.read(run))
         there = {(str(row[2]), str(row[3])) for row in rows}
         found = {(each.tenant, each.name): each for each in _readable(_function, rows)}
         for key in [key for key in self._functions if key not in there]:
@@ -232,7 +234,9 @@ class FunctionStore:
             return _load(connection, spec.name, tenant)
 
         async def change() -> Function:
-            function = self._remember(await self._database.write(run))
+            written = await self._database.write(run)
+            self._changes.note()
+            function = self._remember(written)
             if function.current.state is not ImportState.FAILED:
                 return function
             await self.set_import(spec.name, tenant, function.revision, ImportState.IMPORTING)
@@ -270,6 +274,7 @@ class FunctionStore:
 
         async def change() -> None:
             await self._database.write(run)
+            self._changes.note()
             self._forget((tenant, name))
 
         function = self.get(name, tenant)
@@ -319,6 +324,7 @@ class FunctionStore:
 
         async def change() -> Revision:
             changed = await self._database.write(run)
+            self._changes.note()
             function = self._functions.get((tenant, name))
             if function is not None:
                 if function.revision == revision:

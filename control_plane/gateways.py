@@ -46,6 +46,8 @@ _TAKE_LOOP: Final = """
 UPDATE leases SET holder = :id, until_us = :mark, epoch = epoch + 1
 WHERE name = :name AND holder = :holder AND epoch = :epoch AND until_us = :seen"""
 _FORGET: Final = "DELETE FROM gateways WHERE id = :id AND lease_until_us = :mark"
+_FORGET_SHARES: Final = """
+DELETE FROM shares WHERE gateway = :id AND until_us IS NULL AND NOT EXISTS (SELECT 1 FROM gateways WHERE id = :id)"""
 _LEAVE: Final = "DELETE FROM gateways WHERE id = :id"
 _LEAVE_LOOP: Final = "UPDATE leases SET holder = '' WHERE name = :name AND holder = :id"
 
@@ -122,6 +124,8 @@ class Gateways:
         """The others that live, oldest first."""
         self.leader = gateway_id if alone else ""
         """Who holds the lease of the control loop, as last seen."""
+        self.dead: frozenset[str] = frozenset()
+        """Gateways that have a row and do not live any more: each has stopped by itself before."""
         self.orphaned: frozenset[str] = frozenset()
         """Owners of unfinished requests that do not live: what those need is nobody's demand until it is adopted."""
         self.started_us = 0
@@ -154,17 +158,6 @@ class Gateways:
     def require(self) -> None:
         if not self.held:
             raise LeaseLapsed()
-
-    def share(self, bound: int) -> int:
-        """This gateway's part of a bound that holds for all of them: equal parts, the remainder to the oldest."""
-        count, place = len(self.peers) + 1, self.place
-        return bound // count + (place < bound % count)
-
-    @property
-    def place(self) -> int:
-        """How many living gateways are older."""
-        mine = (self.started_us, self.id)
-        return sum((peer.started_us, peer.id) < mine for peer in self.peers.values())
 
     def url_of(self, gateway_id: str) -> str:
         """Empty if it does not live."""
@@ -230,6 +223,7 @@ class Gateways:
         self._loops.see(loop, now_s, anew=away_s > self._settings.lead_s * 0.75)
         before = (set(self.peers), self.leader, self.orphaned, was_held, led)
         self.peers = {name: peer for name, (peer, _) in seen.peers.items() if not self._gateways.lapsed(name, now_s)}
+        self.dead = frozenset(seen.peers.keys() - self.peers.keys())
         self.leader = await self._follow_loop(seen, now_s, mark)
         if self.leader == self.id:
             self._leads_until_s = sent_s + self._settings.lead_s * (1 - MARGIN)
@@ -295,7 +289,7 @@ class Gateways:
             if self._gateways.lapsed(name, now_s) and name not in seen.owners
         ]
         if dead:
-            await self._database.write(lambda connection: connection.executemany(_FORGET, dead).rowcount)
+            await self._database.write(lambda connection: _forget(connection, dead))
 
     def _tell(self) -> None:
         moved, self._moved = self._moved, []
@@ -316,9 +310,17 @@ class Gateways:
         def run(connection: Connection) -> int:
             values = {"id": gateway_id, "name": LOOP}
             connection.execute(_LEAVE_LOOP, values)
-            return connection.execute(_LEAVE, values).rowcount
+            left = connection.execute(_LEAVE, values).rowcount
+            connection.execute(_FORGET_SHARES, values)
+            return left
 
         await self._database.write(run)
+
+
+def _forget(connection: Connection, dead: list[dict[str, Any]]) -> None:
+    connection.executemany(_FORGET, dead)
+    for values in dead:
+        connection.execute(_FORGET_SHARES, {"id": values["id"]})
 
 
 def internal_token(secret: bytes) -> str:

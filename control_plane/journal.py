@@ -17,7 +17,7 @@ from typing import Final, NoReturn
 import msgspec
 
 from control_plane import statements as sql
-from control_plane.accounts import charge_request
+from control_plane.accounts import Charged, Entry, charge_request, nobody_charged
 from control_plane.appends import AppendRow, Appends
 from control_plane.database import Connection, Database
 from control_plane.errors import Fenced, LeaseLapsed, NotFound, StorageUnavailable
@@ -38,7 +38,7 @@ from control_plane.records import (
 from control_plane.retention import Retention
 from control_plane.sealing import NOT_SEALED, RequestSeal, TenantKeys
 from control_plane.settings import RetentionSettings
-from control_plane.standing import device_entries, end_attempt, entries_of, standing, standing_of
+from control_plane.standing import Standing, device_entries, end_attempt, entries_of, standing, standing_of
 from control_plane.tenant_rules import TenantRules
 from function_runtime.protocol import Accepted as Taken
 from function_runtime.protocol import Begun, DeviceTime, KvChunk
@@ -81,6 +81,29 @@ class _Live:
         """Kept for requests without a log only."""
 
 
+class _Bill:
+    """What a transaction has charged of a request. It may run more than once; the last time counts."""
+
+    __slots__ = ("_key_id", "_microusd", "_tenant")
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self._tenant = self._key_id = ""
+        self._microusd = 0
+
+    def charge(
+        self, connection: Connection, seen: Standing, request_id: str, entries: Sequence[Entry], now: int
+    ) -> None:
+        self._tenant, self._key_id = seen.tenant, seen.key_id
+        self._microusd = charge_request(connection, seen.subject(request_id), entries, now)
+
+    def tell(self, charged: Charged) -> None:
+        if self._microusd:
+            charged(self._tenant, self._key_id, self._microusd)
+
+
 @dataclass(frozen=True, slots=True)
 class RetiredKv:
     packs: tuple[str, ...]
@@ -102,6 +125,7 @@ class Journal(History):
         self._retention = retention or RetentionSettings()
         self.may_write: Callable[[], bool] = lambda: True
         """Whether this gateway holds its lease: without it nothing is begun, logged or ended, until it has it again."""
+        self.on_charged: Charged = nobody_charged
         self._live: dict[str, _Live] = {}
         self._appends = Appends(database, gateway_id)
         self._keeping = Retention(database, self._retention, self._seal_of)
@@ -245,7 +269,10 @@ class Journal(History):
         """Begin an attempt: the epoch it runs under. An attempt that is still open is closed as replaced. Raises
         `Fenced` when the request has ended or another gateway owns it."""
 
+        bill = _Bill()
+
         def run(connection: Connection) -> int:
+            bill.clear()
             seen = standing(connection, request_id)
             if seen is None:
                 raise NotFound(f"there is no request {request_id}")
@@ -263,7 +290,7 @@ class Journal(History):
                 raise Fenced(f"{request_id} is {seen.state} under {seen.owner}, not ours to assign")
             if seen.state is RequestState.RUNNING:
                 used = end_attempt(connection, request_id, seen, "replaced", None, now)
-                charge_request(connection, seen.subject(request_id), device_entries(used), now)
+                bill.charge(connection, seen, request_id, device_entries(used), now)
             connection.execute(sql.OPEN_ATTEMPT, values)
             return seen.epoch + 1
 
@@ -272,6 +299,7 @@ class Journal(History):
         live = self._live.get(request_id)
         self._appends.hand_over()
         begun = await self._database.write(run, durable=live is not None and live.durable)
+        bill.tell(self.on_charged)
         if live is not None:
             live.epoch = begun
         return begun
@@ -279,18 +307,23 @@ class Journal(History):
     async def requeue(self, request_id: str, epoch: int, reason: str, device: DeviceTime | None = None) -> bool:
         """The attempt ended without an outcome; what it used of the device is charged. False when fenced."""
 
+        bill = _Bill()
+
         def run(connection: Connection) -> bool:
+            bill.clear()
             seen = standing(connection, request_id)
             values = {"id": request_id, "me": self.gateway_id, "epoch": epoch}
             if seen is None or connection.execute(sql.REQUEUE, values).rowcount != 1:
                 return False
             now = now_us()
             used = end_attempt(connection, request_id, seen, reason, device, now)
-            charge_request(connection, seen.subject(request_id), device_entries(used), now)
+            bill.charge(connection, seen, request_id, device_entries(used), now)
             return True
 
         self._appends.hand_over()
-        return await self._database.write(run)
+        requeued = await self._database.write(run)
+        bill.tell(self.on_charged)
+        return requeued
 
     async def taken(self, accepted: Taken) -> bool:
         """What the replica said on taking the request: how much of it was resumed from stored KV, how exactly."""
@@ -387,7 +420,10 @@ class Journal(History):
         kept_us = None if outcome.kept_s is None else round(outcome.kept_s * 1e6)
         log_us = round(self._retention.log_s * 1e6)
 
+        bill = _Bill()
+
         def run(connection: Connection) -> bool | None:
+            bill.clear()
             now = now_us()
             values = {
                 "id": request_id,
@@ -407,7 +443,7 @@ class Journal(History):
                     return False
                 return True if found.state.ended else None
             used = end_attempt(connection, request_id, seen, outcome.state.value, outcome.device, now)
-            charge_request(connection, seen.subject(request_id), entries_of(outcome, used), now)
+            bill.charge(connection, seen, request_id, entries_of(outcome, used), now)
             return True
 
         if not self.may_write():
@@ -420,6 +456,7 @@ class Journal(History):
                 f"the log of {request_id} does not have all of its {outcome.last_seq} tokens yet; they come first"
             )
         self._live.pop(request_id, None)
+        bill.tell(self.on_charged)
         if written:
             self._keeping.ended(request_id)
         return written

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from autoscaler.placement import Placement, ReplicaHome, place_request
@@ -248,20 +249,31 @@ class Lane:
         return self.seats[placement.choice], placement
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """In a queue."""
+
+    requests: int
+    nbytes: int
+
+
 class Lanes:
     """All lanes of a gateway, and the bounds on what may wait in those of one function."""
 
     def __init__(self, bounds: QueueSettings) -> None:
         self._bounds = bounds
-        self.share: Callable[[int], int] = lambda bound: bound
-        """This gateway's part of a bound that holds for all gateways together."""
+        whole = Room(bounds.max_requests, bounds.max_bytes)
+        self.granted: Callable[[FunctionKey], Room] = lambda key: whole
+        """This gateway's part of a function's bounds, which hold for all gateways together."""
         self._lanes: dict[tuple[FunctionKey, str], Lane] = {}
+        self._of: dict[FunctionKey, dict[str, Lane]] = {}
         self._paused: dict[FunctionKey, str] = {}
 
     def of(self, key: FunctionKey, identity: str) -> Lane:
         lane = self._lanes.get((key, identity))
         if lane is None:
             lane = self._lanes[key, identity] = Lane(key, identity)
+            self._of.setdefault(key, {})[identity] = lane
             lane.pause(self._paused.get(key, ""))
         return lane
 
@@ -284,7 +296,7 @@ class Lanes:
         return self._lanes.get((key, identity))
 
     def of_function(self, key: FunctionKey) -> list[Lane]:
-        return [lane for lane in self._lanes.values() if lane.key == key]
+        return list(self._of.get(key, {}).values())
 
     def __iter__(self) -> Iterator[Lane]:
         return iter(list(self._lanes.values()))
@@ -297,22 +309,36 @@ class Lanes:
         """Forget a lane that nobody waits in and nothing serves."""
         if not lane.waiting and not lane.seats and not lane.entering:
             self._lanes.pop((lane.key, lane.identity), None)
+            known = self._of.get(lane.key, {})
+            known.pop(lane.identity, None)
+            if not known:
+                self._of.pop(lane.key, None)
+
+    def need(self, key: FunctionKey, nbytes: int, more: int = 1) -> Room:
+        """What the queue of a function takes of its bounds with `more` requests of `nbytes` together. Those that find
+        a free place at a replica do not wait, and take nothing."""
+        lanes = self.of_function(key)
+        places = sum(seat.room for lane in lanes for seat in lane.seats.values())
+        waiting = sum(len(lane.waiting) + lane.entering for lane in lanes) + more - places
+        if waiting <= 0:
+            return Room(0, 0)
+        return Room(waiting, sum(lane.waiting_bytes + lane.entering_bytes for lane in lanes) + nbytes)
 
     @contextmanager
     def room(self, key: FunctionKey, identity: str, nbytes: int) -> Iterator[None]:
         """A place for a request that is being accepted; raises `Saturated` where it would wait behind too much."""
         lane = self.of(key, identity)
-        max_requests, max_bytes = self.share(self._bounds.max_requests), self.share(self._bounds.max_bytes)
-        places = sum(seat.room for seat in lane.seats.values())
-        lanes = self.of_function(key)
-        waiting = sum(len(each.waiting) + each.entering for each in lanes) - places
-        if waiting >= max_requests:
+        need, granted = self.need(key, nbytes), self.granted(key)
+        if need.requests > granted.requests:
             raise Saturated(
-                f"{max(waiting, 0)} requests are waiting for {lane.function} already; at most {max_requests} may"
+                f"{need.requests - 1} requests are waiting for {lane.function} here already; at most "
+                f"{self._bounds.max_requests} may, over all gateways"
             )
-        waiting_bytes = sum(each.waiting_bytes + each.entering_bytes for each in lanes)
-        if waiting >= 0 and waiting_bytes + nbytes > max_bytes:
-            raise Saturated(f"the requests waiting for {lane.function} hold {max_bytes} bytes already")
+        if need.nbytes > granted.nbytes:
+            raise Saturated(
+                f"the requests waiting for {lane.function} may hold {self._bounds.max_bytes} bytes, over all gateways, "
+                "and do so already"
+            )
         lane.entering += 1
         lane.entering_bytes += nbytes
         try:

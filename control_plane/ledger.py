@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Final
 
-from control_plane.accounts import settle_replica
+from control_plane.accounts import Charged, nobody_charged, settle_replica
 from control_plane.database import Connection, Database
 from function_runtime.protocol import ReplicaStatus
 
@@ -52,6 +52,7 @@ class Ledger:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self.on_charged: Charged = nobody_charged
 
     async def report_replica(self, status: ReplicaStatus) -> None:
         """Charge a living replica's time so far; once a minute is often enough, and when it becomes ready."""
@@ -63,7 +64,8 @@ class Ledger:
 
     async def _settle(self, status: ReplicaStatus, *, final: bool) -> None:
         at_us = time.time_ns() // 1000
-        await self._database.write(lambda connection: settle_replica(connection, status, at_us, final=final))
+        microusd = await self._database.write(lambda c: settle_replica(c, status, at_us, final=final))
+        self.on_charged(status.spec.tenant, None, microusd)
 
     async def open_replicas(self) -> list[str]:
         """Replicas whose account is still open: after a restart, those that are gone must be closed."""

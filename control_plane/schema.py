@@ -425,7 +425,33 @@ _BEGUN: Final = Migration(
     ("ALTER TABLE requests ADD COLUMN begun TEXT",),
 )
 
+_SHARED_BOUNDS: Final = Migration(
+    9,
+    "what each gateway has claimed of bounds that hold over all of them; what tenants and keys may spend in a period",
+    (
+        """
+        CREATE TABLE shares (
+            resource TEXT NOT NULL,
+            gateway TEXT NOT NULL,
+            amount BIGINT NOT NULL,
+            until_us BIGINT,
+            PRIMARY KEY (resource, gateway)
+        ) {clustered}""",
+        """
+        CREATE TABLE budgets (
+            tenant TEXT NOT NULL,
+            key_id TEXT NOT NULL,
+            kind TEXT NOT NULL,
+            period TEXT NOT NULL,
+            amount BIGINT NOT NULL,
+            changed_us BIGINT NOT NULL,
+            PRIMARY KEY (tenant, key_id, kind, period)
+        ) {clustered}""",
+    ),
+)
+
 MIGRATIONS: Final[tuple[Migration, ...]] = (
     _FIRST, _SECOND, _GATEWAYS, _FOURTH, _DRAINS, _TENANT_KEYS, _TENANT_RULES,
     _BEGUN,
+    _SHARED_BOUNDS,
 )  # fmt: skip

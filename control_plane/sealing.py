@@ -22,6 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from control_plane.changes import Changes
 from control_plane.database import Connection, Database, to_the_end
 from control_plane.errors import Damaged, InvalidRequest, KeyDeleted, StorageUnavailable
 from control_plane.tenants import Keys, read_private, write_private
@@ -152,6 +153,7 @@ class TenantKeys:
         self._master = master
         self._keys: dict[tuple[str, int], TenantKey] = {}
         self._current: dict[str, TenantKey] = {}
+        self._changes = Changes()
 
     async def refresh(self) -> None:
         def run(connection: Connection) -> list[Any]:
@@ -159,7 +161,7 @@ class TenantKeys:
                 "SELECT tenant, number, created_us, wrapped FROM tenant_keys ORDER BY number"
             ).fetchall()
 
-        rows = await self._database.read(run)
+        rows = await self._changes.read(lambda: self._database.read(run))
         if not rows:
             self._keys, self._current = {}, {}
             return
@@ -262,6 +264,7 @@ class TenantKeys:
 
         async def change() -> TenantKey:
             number = await self._database.write(run, durable=True)
+            self._changes.note()
             key = TenantKey(tenant, number, now_us, material)
             self._keys[tenant, number] = self._current[tenant] = key
             return key
@@ -279,6 +282,7 @@ class TenantKeys:
 
         async def change() -> int:
             erased = await self._database.write(run, durable=True)
+            self._changes.note()
             self._current.pop(tenant, None)
             for place, key in list(self._keys.items()):
                 if key.tenant == tenant:

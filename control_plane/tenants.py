@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from control_plane.changes import Changes
 from control_plane.database import Connection, Database, to_the_end
 from control_plane.errors import Conflict, Forbidden, InvalidRequest, NotFound, Unauthenticated
 
@@ -62,6 +63,7 @@ class Keys:
         self._by_hash: dict[bytes, ApiKey] = {}
         self._secrets: dict[str, bytes] = {}
         self._scopes: dict[str, str] = {}
+        self._changes = Changes()
 
     async def refresh(self) -> None:
         """Read the valid keys; once at start, and now and then where several gateways share a database."""
@@ -69,7 +71,7 @@ class Keys:
         def run(connection: Connection) -> list[Any]:
             return connection.execute(f"SELECT {_COLUMNS}, hash FROM api_keys WHERE revoked_us IS NULL").fetchall()
 
-        rows = await self._database.read(run)
+        rows = await self._changes.read(lambda: self._database.read(run))
         known = {role.value for role in Role}
         # A role that only a newer release knows gives nobody anything here, and takes nothing from the other keys.
         self._by_hash = {bytes(row[7]): _key(row) for row in rows if row[3] in known}
@@ -119,6 +121,7 @@ class Keys:
 
         async def change() -> None:
             await self._database.write(run)
+            self._changes.note()
             self._by_hash[digest] = key
 
         await to_the_end(change())
@@ -141,6 +144,7 @@ class Keys:
             row = await self._database.write(run)
             if row is None:
                 raise NotFound(f"there is no API key {key_id}", param="id")
+            self._changes.note()
             self._by_hash = {digest: key for digest, key in self._by_hash.items() if key.id != key_id}
             return _key(row)
 

@@ -8,8 +8,10 @@ of a token.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final
 
@@ -24,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 REPORT_S: Final = 15.0
 """How stale the ledger's view of a living replica may be."""
+SETTLE_S: Final = 1.0
+"""How long a claim on a bound of all gateways may lie unused."""
 TIDY_S: Final = 2.0
 """Pause between two looks at what has ended and can be compacted."""
 BATCHES: Final = 100
@@ -75,6 +79,8 @@ class Upkeep:
         self._spawn(self._once("watch_store", context.store.watch))
         if not context.gateways.alone:
             self._spawn(context.sender.run())
+            self._spawn(self._keep_shares())
+        self._spawn(self._every("budgets", SETTLE_S, context.budgets.settle))
         self._spawn(self._keep_books())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -89,6 +95,16 @@ class Upkeep:
                 await self._once("close_unseen", self.close_unseen)
             led = leads
             await self._context.gateways.moved()
+
+    async def _keep_shares(self) -> None:
+        shares, gateways = self._context.queue_shares, self._context.gateways
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SETTLE_S):
+                    await shares.due.wait()
+            shares.due.clear()
+            if gateways.held:
+                await self._try("shares", shares.settle())
 
     async def _refresh(self) -> None:
         """News of other gateways that did not reach this one."""
@@ -144,6 +160,7 @@ class Upkeep:
         if not context.gateways.leads:
             return
         await self._try("sweep_requests", self._sweep_requests())
+        await self._try("sweep_shares", context.shares.sweep(time.time_ns() // 1000))
         await self._try("sweep_decisions", context.decisions.sweep(retention.decision_s))
         await self._try("sweep_kv", context.kv_collection.sweep())
         await self._try("sweep_drains", context.drains.sweep(retention.request_s))

@@ -31,6 +31,7 @@ encryption_app = typer.Typer(
 )
 app.add_typer(encryption_app, name="encryption")
 app.add_typer(rules.retention_app, name="retention")
+app.add_typer(rules.budgets_app, name="budgets")
 
 
 @command(app, "up")

@@ -141,8 +141,13 @@ async def _accept(
     context: AppContext, origin: Origin, servable: Servable, key: str | None, body: bytes, detached: bool
 ) -> tuple[LiveRequest | None, Answer]:
     origin = dataclasses.replace(origin, reuse=context.kv_desk.reuse(origin))
-    with context.dispatcher.room(origin.key, origin.identity, origin.nbytes):
-        return await _accept_in_room(context, origin, servable, key, body, detached)
+    async with context.dispatcher.room(origin.key, origin.identity, origin.nbytes):
+        spent = await context.budgets.take(origin.tenant, origin.key_id, len(origin.prompt))
+        with spent.unless_refused():
+            live, answer = await _accept_in_room(context, origin, servable, key, body, detached)
+        if answer.head.request_id != origin.request_id:
+            spent.put_back()  # it was another's, under the same idempotency key
+        return live, answer
 
 
 async def _accept_in_room(

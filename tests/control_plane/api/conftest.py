@@ -12,14 +12,17 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from control_plane.api import routes
 from control_plane.api.middleware import error_middleware
+from control_plane.budgets import Budgets
 from control_plane.context import AppContext
 from control_plane.database import Database
 from control_plane.decisions import Decisions
 from control_plane.dispatch import Dispatcher
 from control_plane.functions import FunctionStore
+from control_plane.gateways import Gateways
 from control_plane.journal import Journal
 from control_plane.kv_index import KvIndex
-from control_plane.settings import ModelSettings, QueueSettings, Settings
+from control_plane.settings import GatewaySettings, ModelSettings, QueueSettings, Settings
+from control_plane.shares import Shares
 from control_plane.tenants import Keys, Role
 
 
@@ -63,6 +66,8 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
     allowed = ("pypi://*", "hf://*", f"file://{tmp_path}/allowed/*")
     parts.journal, parts.settings = journal, Settings(tmp_path, models=ModelSettings(allowed=allowed))
     parts.fleet = SimpleNamespace(slots={})
+    gateways = Gateways(database, "gw-1", GatewaySettings(), alone=True)
+    parts.budgets = Budgets(database, Shares(database, gateways))
     parts.kv_index, parts.kv_collection = KvIndex(database), None
     context = cast(AppContext, parts)
     app = web.Application(middlewares=[error_middleware])

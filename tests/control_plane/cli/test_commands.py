@@ -215,3 +215,13 @@ def test_a_tenant_says_how_long_its_requests_are_kept(stoker: Stoker) -> None:
     refused = stoker("retention", "set", "--request", "60")
     assert (refused.status, "request_s" in refused.err) == (1, True)
     assert "default's own" not in stoker("retention", "reset").out
+
+
+def test_budgets_are_set_shown_and_taken_away(stoker: Stoker) -> None:
+    assert "no budgets" in stoker("budgets", "ls").out
+    said = stoker("budgets", "set", "tokens", "day", "1000000")
+    assert said.out == "tenant default: 1000000 tokens in a day, 0 spent\n"
+    assert "tokens  day     1000000" in stoker("budgets", "ls").out.replace("\t", "  ")
+    refused = stoker("budgets", "set", "tokens", "year", "1")
+    assert (refused.status, "period" in refused.err) == (1, True)
+    assert "no budget of tokens" in stoker("budgets", "rm", "tokens", "day").out

@@ -222,15 +222,6 @@ async def test_only_one_of_many_takes_the_lead(database: Database, clock: Clock)
     assert len({gateways.leader for gateways in survivors}) == 1
 
 
-@pytest.mark.parametrize("bound", [0, 1, 2, 7, 1000])
-async def test_the_shares_of_a_bound_sum_up_to_it(database: Database, clock: Clock, bound: int) -> None:
-    many = [await open_gateway(database, f"gw-{number}", clock) for number in range(3)]
-    await turns(clock, RENEW_S, *many)
-    shares = [gateways.share(bound) for gateways in many]
-    assert sum(shares) == bound
-    assert max(shares) - min(shares) <= 1
-
-
 async def test_the_row_of_a_dead_gateway_goes_once_it_owns_nothing(database: Database, clock: Clock) -> None:
     first, second = await open_gateway(database, "gw-1", clock), await open_gateway(database, "gw-2", clock)
     await accept(database, "gw-2")

@@ -157,21 +157,6 @@ async def test_a_replicas_places_are_not_sold_twice(town: Town) -> None:
     assert [(await task).status for task in (*first, *second)] == [200] * 7
 
 
-async def test_the_queues_bound_holds_over_all_gateways(town: Town) -> None:
-    gateways = [await town.open(max_requests=5) for _ in range(2)]
-    town.slot.behaviour.never_ready = True
-    await gateways[0].deploy()
-    gateways[0].context.peers.tell("functions")
-    await until(lambda: gateways[1].context.functions.find("fn", "default"))
-    tasks = [asyncio.ensure_future(gateway.post(body())) for gateway in gateways for _ in range(6)]
-    await until(lambda: sum(task.done() for task in tasks) == 7)
-    assert {task.result().status for task in tasks if task.done()} == {429}
-    await until(lambda: sorted(len(gateway.context.dispatcher.requests) for gateway in gateways) == [2, 3])
-    for task in tasks:
-        task.cancel()
-    await until(lambda: not any(gateway.context.dispatcher.requests for gateway in gateways))
-
-
 # --- reading elsewhere ------------------------------------------------------------------------------------------------
 
 

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from control_plane.changes import Changes
 from control_plane.database import Database
 from control_plane.errors import Conflict, Forbidden, InvalidRequest, NotFound, Unauthenticated
 from control_plane.tenants import Keys, Role
@@ -125,3 +127,38 @@ async def test_a_given_admin_key_that_was_revoked_stays_revoked(keys: Keys, tmp_
     await keys.revoke(key.id, "default")
     with pytest.raises(Conflict, match="STOKER_ADMIN_KEY"):
         await keys.ensure_admin_key(path, given)
+
+
+async def test_a_key_made_while_the_keys_are_read_again_stays(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, read = Keys(database), database.read
+    made: list[str] = []
+
+    async def slow(run: Any) -> Any:
+        found = await read(run)
+        if not made:
+            made.append("")
+            made[0] = (await keys.create("default", "new"))[1]  # after the read, before its answer is put in place
+        return found
+
+    monkeypatch.setattr(database, "read", slow)
+    await keys.refresh()
+    assert keys.lookup(made[0]) is not None
+
+
+async def test_an_older_read_that_is_late_does_not_undo_a_newer_one(database: Database) -> None:
+    changes, late = Changes(), asyncio.Event()
+    reads = iter(["old", "new", "new"])
+
+    async def read() -> str:
+        found = next(reads)
+        if found == "old":
+            await late.wait()
+        return found
+
+    first = asyncio.ensure_future(changes.read(read))
+    await asyncio.sleep(0)
+    assert await changes.read(read) == "new"
+    late.set()
+    assert await first == "new"
