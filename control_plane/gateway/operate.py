@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from control_plane.api.functions import function_body
@@ -65,7 +66,8 @@ async def slots(request: web.Request) -> web.Response:
     tenant = authenticate(context, request).tenant
     data: list[dict[str, Any]] = []
     for slot_id, state in context.fleet.slots.items():
-        fields = {name: getattr(state, name) for name in state.__struct_fields__ if name not in ("pool", "replicas")}
+        told = (name for name in state.__struct_fields__ if name not in ("pool", "replicas"))
+        fields = msgspec.to_builtins({name: getattr(state, name) for name in told})
         here = (s for s in context.fleet.living() if context.fleet.slot_of.get(s.replica_id) == slot_id)
         mine = [s for s in here if s.spec.tenant == tenant]
         data.append(
@@ -73,7 +75,7 @@ async def slots(request: web.Request) -> web.Response:
                 "object": "slot",
                 **fields,
                 "slot_id": slot_id,
-                "pool": [{n: getattr(e, n) for n in e.__struct_fields__} for e in state.pool],
+                "pool": [msgspec.to_builtins({n: getattr(e, n) for n in e.__struct_fields__}) for e in state.pool],
                 "replicas": [status.replica_id for status in mine],
             }
         )

@@ -68,7 +68,7 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
     parts.fleet = SimpleNamespace(slots={})
     gateways = Gateways(database, "gw-1", GatewaySettings(), alone=True)
     parts.budgets = Budgets(database, Shares(database, gateways))
-    parts.kv_index, parts.kv_collection, parts.fleet = KvIndex(database), None, SimpleNamespace(slots={})
+    parts.kv_index, parts.kv_collection = KvIndex(database), None
     context = cast(AppContext, parts)
     app = web.Application(middlewares=[error_middleware])
     app.add_routes(routes(context))
