@@ -5,6 +5,7 @@
     how == 0      not known
     how < 0       one by one, in decode steps of -how rows
     how <= LOADED not computed but taken from a lossy chunk, of which it is a hash
+    Passes        taken from where others computed it, after another beginning: these tell all of theirs up to here
 
 Rows of a pass do not influence one another but by their number, so a part is computed again by a pass of the same shape
 with any tokens behind it. Limits: of the rows beside it in a decode step nothing is kept, so that only steps of one row
@@ -19,11 +20,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-Part: TypeAlias = tuple[int, int]
-
 UNKNOWN: Final = 0
 ALONE: Final = -1
 LOADED: Final = -(1 << 62)
+TAKEN: Final = -(2**32)
+"""Among numbers: `TAKEN - n` is followed by the n parts of a source."""
+MAX_PARTS: Final = 4096
+MAX_DEPTH: Final = 16
+"""Sources of sources included; beyond either it is not kept how something was computed."""
 _PART: Final = struct.Struct("<qq")
 _DIGEST_BYTES: Final = 16
 
@@ -31,19 +35,27 @@ _DIGEST_BYTES: Final = 16
 @dataclass(frozen=True, slots=True)
 class Passes:
     parts: tuple[Part, ...] = ()
+    """Sources, where there are any, are repeatable and end where their part does."""
 
     @classmethod
-    def of(cls, numbers: Sequence[int]) -> Passes:
+    def of(cls, numbers: Sequence[int], depth: int = 0) -> Passes:
         """From `numbers`; raises `ValueError` for what no passes can be."""
-        parts = tuple(zip(numbers[::2], numbers[1::2], strict=False))
-        before = 0
-        for upto, how in parts:
-            if upto <= before or 0 < how < upto:
-                raise ValueError(f"no pass computes [{before}, {upto}) in the way {how}")
+        if len(numbers) % 2 or len(numbers) > 2 * MAX_PARTS or depth > MAX_DEPTH:
+            raise ValueError("a part that is not whole, or too many of them")
+        parts: list[Part] = []
+        at = before = 0
+        while at < len(numbers):
+            upto, way = numbers[at : at + 2]
+            at += 2
+            how: int | Passes = way
+            if LOADED < way < TAKEN:
+                how = cls.of(numbers[at : at + 2 * (TAKEN - way)], depth + 1)
+                at += 2 * (TAKEN - way)
+            if upto <= before or not _is_sound(before, upto, how):
+                raise ValueError(f"no pass computes [{before}, {upto}) in the way {way}")
             before = upto
-        if len(numbers) % 2:
-            raise ValueError("a part that is not whole")
-        return cls(parts)
+            parts.append((upto, how))
+        return cls(tuple(parts))
 
     @classmethod
     def unknown(cls, end: int) -> Passes:
@@ -51,7 +63,14 @@ class Passes:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        return tuple(number for part in self.parts for number in part)
+        found: list[int] = []
+        for upto, how in self.parts:
+            if isinstance(how, Passes):
+                inner = how.numbers
+                found += (upto, TAKEN - len(inner) // 2, *inner)
+            else:
+                found += (upto, how)
+        return tuple(found)
 
     @property
     def end(self) -> int:
@@ -67,7 +86,8 @@ class Passes:
         for upto, how in parts:
             if begin >= position:
                 break
-            kept.append((min(upto, position), how))
+            end = min(upto, position)
+            kept.append((end, how.upto(end) if isinstance(how, Passes) else how))
             begin = upto
         return Passes(tuple(kept))
 
@@ -86,10 +106,21 @@ class Passes:
     @property
     def loaded_until(self) -> int:
         """Where the last part ends that comes from a lossy chunk: another attempt has to take it from there too."""
-        return max((upto for upto, how in self.parts if how <= LOADED), default=0)
+        return max((upto for upto, how in self.parts if not isinstance(how, Passes) and how <= LOADED), default=0)
 
     def with_unknown(self, upto: int) -> Passes:
         return self._longer(upto - self.end, UNKNOWN)
+
+    def with_taken(self, source: Passes) -> Passes:
+        """And what others computed up to where `source` ends, after a beginning of their own."""
+        numbers = len(self.numbers) + len(source.numbers) + 2
+        if source.repeatable_from or numbers > 2 * MAX_PARTS or source.depth >= MAX_DEPTH:
+            return self.with_unknown(source.end)
+        parts = self.parts
+        last = parts[-1][1] if parts else UNKNOWN
+        if isinstance(last, Passes) and source.upto(last.end) == last:
+            parts = parts[:-1]
+        return Passes((*parts, (source.end, source)))
 
     def _longer(self, count: int, how: int) -> Passes:
         if count <= 0:
@@ -99,7 +130,7 @@ class Passes:
             return Passes((*parts[:-1], (end, how)))
         return Passes((*parts, (end, how)))
 
-    def part_at(self, position: int) -> tuple[int, int, int] | None:
+    def part_at(self, position: int) -> tuple[int, int, int | Passes] | None:
         """(begin, upto, how) of the part that holds `position`."""
         begin = 0
         for upto, how in self.parts:
@@ -113,41 +144,67 @@ class Passes:
         """Where the last part ends that cannot be computed again as it was; 0: all can."""
         found = 0
         for upto, how in self.parts:
-            if how <= UNKNOWN and how != ALONE:
+            if not isinstance(how, Passes) and how <= UNKNOWN and how != ALONE:
                 found = upto
+        return found
+
+    @property
+    def taken_until(self) -> int:
+        """Where the last part ends that was taken from others' computing: what is before is computed again as a
+        whole."""
+        return next((upto for upto, how in reversed(self.parts) if isinstance(how, Passes)), 0)
+
+    @property
+    def depth(self) -> int:
+        return max((how.depth + 1 for _, how in self.parts if isinstance(how, Passes)), default=0)
+
+    def sources(self) -> list[tuple[int, Passes]]:
+        """(begin, source) of every part that was taken, in an order in which none is needed before it was computed."""
+        found: list[tuple[int, Passes]] = []
+        begin = 0
+        for upto, how in self.parts:
+            if isinstance(how, Passes):
+                found += [source for source in (*how.sources(), (begin, how)) if source not in found]
+            begin = upto
         return found
 
     def cut_back(self, position: int) -> int:
         """The last place at or before `position` from which the rest can be computed in the same passes."""
+        if position < self.taken_until:
+            return 0
         part = self.part_at(position)
-        return part[0] if part is not None and part[2] > 0 else position
+        return part[0] if part is not None and not isinstance(part[2], Passes) and part[2] > 0 else position
 
     def boundaries(self) -> tuple[int, ...]:
         """Places at which computing again may begin or end, the first one being that before which it cannot."""
-        first = self.repeatable_from
+        first, taken = self.repeatable_from, self.taken_until
         found = [first]
         begin = 0
         for upto, how in self.parts:
             if upto > first:
-                found += [upto] if how > 0 else range(max(begin, first) + 1, upto + 1)
+                found += range(max(begin, first) + 1, upto + 1) if how == ALONE else [upto]
             begin = upto
-        return tuple(found)
+        return tuple(at for at in found if at == first or at >= taken)
 
     def block_aligned(self, size: int) -> Passes:
         """What was taken of a pass but ends inside a block cannot be repeated beside its own blocks: not known then."""
-        if all(how <= upto or upto % size == 0 for upto, how in self.parts):
-            return self
-        return Passes(tuple((upto, UNKNOWN if how > upto and upto % size else how) for upto, how in self.parts))
+        parts: list[Part] = []
+        for upto, how in self.parts:
+            fits = how.block_aligned(size) == how if isinstance(how, Passes) else how <= upto or upto % size == 0
+            parts.append((upto, how if fits else UNKNOWN))
+        return self if tuple(parts) == self.parts else Passes(tuple(parts))
 
     @property
     def digest(self) -> str:
         """Equal for equal bits of equal tokens; empty where that cannot be said."""
-        if not self.parts or any(LOADED < how <= UNKNOWN and how != ALONE for _, how in self.parts):
+        ways = [how for _, how in self.parts if not isinstance(how, Passes)]
+        if not self.parts or any(LOADED < how <= UNKNOWN and how != ALONE for how in ways):
             return ""
         return hashlib.sha256(b"stoker-passes-1\0" + self.to_bytes()).hexdigest()[: 2 * _DIGEST_BYTES]
 
     def to_bytes(self) -> bytes:
-        return b"".join(_PART.pack(*part) for part in self.parts)
+        numbers = self.numbers
+        return struct.pack(f"<{len(numbers)}q", *numbers)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Passes:
@@ -157,7 +214,14 @@ class Passes:
         return cls.of([number for part in _PART.iter_unpack(data) for number in part])
 
 
+Part: TypeAlias = tuple[int, int | Passes]
 NONE: Final = Passes()
+
+
+def _is_sound(begin: int, upto: int, how: int | Passes) -> bool:
+    if isinstance(how, Passes):
+        return begin > 0 and how.end == upto and not how.repeatable_from
+    return how <= 0 or how >= upto
 
 
 def recorded(ends: Sequence[int], prefix: Sequence[int]) -> Passes:
@@ -178,8 +242,8 @@ def recorded(ends: Sequence[int], prefix: Sequence[int]) -> Passes:
 
 
 def assembled(before: Passes, runs: Sequence[tuple[int, int, Passes | None]], end: int) -> Passes:
-    """Of what was put together from runs of KV, (start, end, passes) each: those of a run are worth something only
-    where what lies before it was computed as what it was computed after."""
+    """Of what was put together from runs of KV, (start, end, passes) each: a run continues what lies before it where
+    that was computed as what it was computed after; else it is taken from a computing of its own."""
     passes = before
     while passes.end < end:
         at = passes.end
@@ -188,8 +252,12 @@ def assembled(before: Passes, runs: Sequence[tuple[int, int, Passes | None]], en
             return passes.with_unknown(end)
         _, run_end, own = max(here, key=lambda run: run[1])
         upto = min(run_end, end)
-        fits = own is not None and own.end >= upto and own.upto(at) == passes
-        passes = own.upto(upto) if own is not None and fits else passes.with_unknown(upto)
+        if own is None or own.end < upto:
+            passes = passes.with_unknown(upto)
+        elif own.upto(at) == passes:
+            passes = own.upto(upto)
+        else:
+            passes = passes.with_taken(own.upto(upto))
     return passes
 
 

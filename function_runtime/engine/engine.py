@@ -16,7 +16,7 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
-from function_runtime.engine import sealing
+from function_runtime.engine import rehearsal, sealing
 from function_runtime.engine.accounting import attribute
 from function_runtime.engine.admission import Bounds, admit
 from function_runtime.engine.attention.interface import Attention
@@ -225,8 +225,8 @@ class Engine:
         request = self._requests.get(request_id) or self._parting.get(request_id)
         if request is None:
             raise InvalidWork(f"request {request_id} is not here")
-        if self._receiver.holds(request):
-            raise InvalidWork(f"the stored KV of {request_id} is not all here yet")
+        if self._receiver.holds(request) or request.rehearsals:
+            raise InvalidWork(f"the KV of {request_id} is not all here yet")
         holder = request.choices[choice]
         if not holder.blocks and end <= len(request.prompt):
             holder = next((c for c in request.choices if c.blocks), holder)
@@ -237,7 +237,7 @@ class Engine:
     def kv_tails(self, request_id: str) -> tuple[SealedRange, ...]:
         """Computed positions of a running request that no chunk covers yet; to be exported before the next step."""
         request = self._requests.get(request_id)
-        if request is None or self._receiver.holds(request):
+        if request is None or self._receiver.holds(request) or request.rehearsals:
             return ()
         held = [choice for choice in request.choices if choice.blocks]
         return tuple(sealed for choice in held for sealed in sealing.tail(request, choice))
@@ -349,11 +349,15 @@ class Engine:
         for chunk in schedule.chunks:
             choice = chunk.choice
             choice.computed = chunk.upto
+            if chunk.request.rehearsals:
+                rehearsal.go_on(self._cache, chunk.request)
+                continue
             choice.passes = (
                 choice.passes.with_rows(1, 1) if chunk.is_step else choice.passes.with_pass(chunk.upto, chunk.end)
             )
             if chunk.of_prompt:
                 chunk.request.chunk_done(chunk.upto, chunk.end)
+                rehearsal.go_on(self._cache, chunk.request)
         errors = [*refused, *(self._fail(request) for request in failed.values())]
         events: dict[str, list[TokenEvent]] = {}
         drawn.sort(key=lambda d: (d.request.arrival, d.choice.index))
@@ -371,7 +375,7 @@ class Engine:
             events.setdefault(d.request.request_id, []).append(event)
         sealed: list[SealedRange] = []
         for chunk in schedule.chunks:
-            if id(chunk.request) not in failed:
+            if id(chunk.request) not in failed and not chunk.request.rehearsals:
                 after = (
                     self._after_chunk(chunk.request)
                     if chunk.of_prompt

@@ -65,7 +65,8 @@ class Choice:
 
 class Request:
     __slots__ = (
-        "arrival", "cached_tokens", "choices", "incoming", "limit", "loaded_tokens", "phase", "prompt", "restored",
+        "arrival", "cached_tokens", "choices", "incoming", "limit", "loaded_tokens", "phase", "prompt", "rehearsals",
+        "rehearsed", "restored",
         "schedule", "seq", "taken", "told_schedule", "work",
     )  # fmt: skip
 
@@ -85,6 +86,11 @@ class Request:
         self.taken = 0
         """Where the part of the schedule ends that others ran."""
         self.told_schedule = False
+        self.rehearsals: list[tuple[int, Passes]] = []
+        """Sources of the schedule that are to be computed before it, from position 0 on, the first of them now; blocks
+        hold theirs meanwhile."""
+        self.rehearsed: dict[tuple[int, Passes], Tensor] = {}
+        """What was taken of those that are through: KV from a position on."""
         self.begin_schedule()
         self.cached_tokens = 0
         """Prompt positions that this attempt did not compute."""
@@ -110,6 +116,11 @@ class Request:
         before, and what computed."""
         ends = [upto for upto, _ in self.schedule.parts if upto > self.taken]
         return (self.taken, *ends), Begun(self.schedule.upto(self.taken).numbers, kind)
+
+    @property
+    def followed(self) -> Passes:
+        """What prefill follows now."""
+        return self.rehearsals[0][1] if self.rehearsals else self.schedule
 
     @property
     def follows(self) -> bool:
@@ -160,10 +171,12 @@ class Request:
         """The prefill that comes next: (what of it counts, where its rows end, whether it is one decode row). A
         recorded pass is not cut, whatever the budget. A chunk of no record ends where stored KV begins."""
         computed = self.choices[0].computed
-        part = self.schedule.part_at(computed)
+        part = self.followed.part_at(computed)
         end = len(self.prompt)
         if part is not None:
             _, end, how = part
+            if isinstance(how, Passes):
+                raise RuntimeError(f"what was taken up to {end} was not laid down for {self.request_id}")
             if how > 0:
                 return end, how, False
             if how == ALONE:
@@ -188,6 +201,7 @@ class Request:
         """Nothing is computed any more; what is known stays, and so does the schedule it was made with."""
         self.phase = Phase.WAITING
         self.forget_stored()
+        self.rehearsals, self.rehearsed = [], {}
         for choice in self.choices:
             choice.blocks = []
             choice.computed = 0

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from function_runtime.engine.errors import InvalidWork
+from function_runtime.engine.kv_cache import BLOCK_SIZE
 from function_runtime.engine.output import Admitted
 from function_runtime.engine.request import Request
 from function_runtime.protocol import Work
@@ -44,7 +45,10 @@ def usable(request: Request, lengths: Sequence[int]) -> Usable:
 
 def _cut_back(request: Request, length: int) -> int:
     """The last place at or before `length` from which the recorded passes can be followed."""
-    return request.schedule.cut_back(length)
+    if request.follows:
+        return request.schedule.cut_back(length)
+    # What is taken of a pass is taken by blocks (see `Passes.block_aligned`).
+    return length // BLOCK_SIZE * BLOCK_SIZE
 
 
 def check_restored(request: Request, lengths: Sequence[int], starts: Sequence[int]) -> None:

@@ -210,6 +210,8 @@ class Scheduler:
         first.passes = passes
         if not request.schedule.parts:
             request.begin_on(passes)
+        if start < request.schedule.taken_until:
+            request.rehearsals = request.schedule.sources()
         if not request.told_schedule:
             # What a preempted request finds of its own is not what was spared it.
             request.cached_tokens = start if stored.prompt else min(start, request.taken)
@@ -307,7 +309,7 @@ def blocks_for(tokens: int) -> int:
 def _is_held_up(request: Request) -> bool:
     """The next position's KV is on its way: computing it again would be slower than waiting, or it would not have been
     asked for."""
-    if request.incoming is None:
+    if request.incoming is None or request.rehearsals:
         return False
     computed = request.choices[0].computed
     return request.incoming.reach(0, computed, promised=True) > request.incoming.reach(0, computed)

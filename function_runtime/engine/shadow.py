@@ -27,7 +27,7 @@ from function_runtime.engine.restoring import chunk_tensor
 from function_runtime.engine.scheduler import Chunk, Schedule, blocks_for
 from function_runtime.engine.step import Drawn
 from function_runtime.kv.arrival import Arrival, ArrivingChunk, ChunkState
-from function_runtime.passes import recorded
+from function_runtime.passes import NONE, recorded
 from function_runtime.protocol import KvChunk, Work
 
 BUDGET_TOKENS: Final = 2048
@@ -143,7 +143,9 @@ class Shadow:
             request = self._make(copy)
         except EngineError:
             return None
-        request.begin_on(sample.passes.upto(sample.end).block_aligned(BLOCK_SIZE))
+        passes = sample.passes.upto(sample.end).block_aligned(BLOCK_SIZE)
+        # A source is not rehearsed here: other passes differ by less than what is tolerated.
+        request.begin_on(NONE if passes.taken_until else passes)
         table = request.choices[0].blocks
         while len(table) < count:
             table.append(self._pool.allocate(table[-1] if table else None))

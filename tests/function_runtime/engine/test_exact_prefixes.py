@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from function_runtime.passes import ALONE, NONE, Passes, assembled, recorded, with_steps
-from function_runtime.protocol import Begun
+from function_runtime.kv.arrival import Arrival, ArrivingChunk
+from function_runtime.passes import ALONE, NONE, TAKEN, Passes, assembled, recorded, with_steps
+from function_runtime.protocol import Begun, KvChunk
 from tests.function_runtime.engine.support import Checkpoint, Driver, Transcript, make_work, run_many, run_one
 
 SAMPLING: dict[str, Any] = {"max_tokens": 24, "temperature": 0.9, "logprobs": 2, "ignore_eos": True}
@@ -86,6 +87,73 @@ def test_after_requests_that_computed_the_same_beginning_apart(llama2: Checkpoin
         assert Passes.of(first.begun.passes).repeatable_from == 0
 
 
+def arrival_of(*taken: tuple[Transcript, int, int]) -> Arrival:
+    chunks: list[ArrivingChunk] = []
+    for transcript, start, end in taken:
+        data = transcript.kv[0, start, end].contiguous().flatten().numpy().tobytes()
+        chunk = ArrivingChunk(KvChunk(0, start, end, "p", 0, len(data), "", ""), 2, memoryview(bytearray(data)))
+        chunk.passes = transcript.passes[0, start, end]
+        chunks.append(chunk)
+    arrival = Arrival(chunks)
+    for chunk in chunks:
+        arrival.is_sound(chunk)
+    return arrival
+
+
+def begun_on(checkpoint: Checkpoint, prompt: tuple[int, ...], *taken: tuple[Transcript, int, int]) -> Transcript:
+    driver = Driver(checkpoint.engine())
+    driver.engine.submit(make_work(prompt, **SAMPLING), arrival_of(*taken))
+    first = driver.transcripts["r"] = Transcript()
+    driver.run()
+    return first
+
+
+def assert_goes_on(checkpoint: Checkpoint, prompt: tuple[int, ...], first: Transcript) -> Transcript:
+    for cut in (1, 15):
+        again = resumed(checkpoint, prompt, first, cut)
+        assert first.events[:cut] + again.events == first.events
+        for place, kv in first.kv.items():
+            assert torch.equal(kv, again.kv[place]) and first.passes[place] == again.passes[place], place
+    return again
+
+
+def test_on_kv_of_several_that_was_computed_apart(llama2: Checkpoint) -> None:
+    """The beginning is one's, what follows another's, who had computed a beginning of its own: as an index that keeps
+    one chunk for the same tokens hands them out."""
+    shared = llama2.prompt(64)
+    a = run_one(llama2.engine(), make_work((*shared, *llama2.prompt(100, 1)), **SAMPLING))
+    prompt = (*shared, *llama2.prompt(50, 2))
+    d = run_one(llama2.engine(step_tokens=20), make_work(prompt, **SAMPLING))
+    assert not torch.equal(a.kv[0, 0, 32], d.kv[0, 0, 32])
+    parts = ((a, 0, 32), (a, 32, 64), (d, 64, 96))
+    c_prompt = (*prompt[:110], *llama2.prompt(40, 3))
+    c = begun_on(llama2, c_prompt, *parts)
+    assert c.cached_tokens == 96 and Passes.of(c.begun.passes).sources() == [(64, d.passes[0, 64, 96])]
+    again = assert_goes_on(llama2, c_prompt, c)
+    for transcript, start, end in parts:
+        assert torch.equal(again.kv[0, start, end], transcript.kv[0, start, end])
+    e_prompt = (*c_prompt[:140], *llama2.prompt(10, 4))
+    e = begun_on(llama2, e_prompt, (d, 0, 32), (a, 32, 64), (d, 64, 96), (c, 96, 128))
+    assert e.cached_tokens == 128 and len(Passes.of(e.begun.passes).sources()) == 3
+    assert_goes_on(llama2, e_prompt, e)
+
+
+def test_on_kv_that_was_met_on_the_way(llama2: Checkpoint) -> None:
+    prompt = llama2.prompt(150)
+    a = run_one(llama2.engine(), make_work(prompt, **SAMPLING))
+    other = (*prompt[:100], *llama2.prompt(30, 1))
+    b = begun_on(llama2, other, (a, 32, 64), (a, 64, 96))
+    assert b.cached_tokens == 64 and Passes.of(b.begun.passes).parts == ((32, 32), (96, NONE.with_pass(96, 150)))
+    assert_goes_on(llama2, other, b)
+
+
+def test_on_kv_that_ends_with_the_prompt(llama2: Checkpoint) -> None:
+    a = run_one(llama2.engine(), make_work(llama2.prompt(150), **SAMPLING))
+    b = begun_on(llama2, llama2.prompt(96), (a, 0, 32), (a, 32, 64), (a, 64, 96))
+    assert b.cached_tokens == 80
+    assert_goes_on(llama2, llama2.prompt(96), b)
+
+
 def test_where_blocks_ran_out_and_it_began_again(llama2: Checkpoint) -> None:
     engine = llama2.engine()
     longer = llama2.prompt(200)
@@ -143,9 +211,31 @@ def test_what_is_put_together_is_known_only_as_far_as_it_fits() -> None:
     a = NONE.with_pass(64, 64)
     b = NONE.with_pass(32, 48).with_pass(96, 96)
     assert assembled(NONE, [(0, 32, a.upto(32)), (32, 64, a)], 64) == a
-    assert assembled(NONE, [(0, 32, a.upto(32)), (32, 64, b.upto(64))], 64) == a.upto(32).with_unknown(64)
-    assert assembled(NONE, [(0, 32, None), (32, 64, a)], 64) == Passes.unknown(64)
-    assert assembled(NONE.with_pass(32, 32), [(0, 32, a.upto(32)), (32, 64, a)], 64).repeatable_from == 64
+    assert assembled(NONE, [(0, 32, a.upto(32)), (32, 64, b.upto(64))], 64).parts == ((32, 64), (64, b.upto(64)))
+    assert assembled(NONE, [(0, 32, None), (32, 64, a)], 64).repeatable_from == 32
+    mixed = assembled(NONE.with_pass(32, 32), [(0, 32, a.upto(32)), (32, 64, a), (64, 96, b)], 96)
+    assert mixed.parts == ((32, 32), (64, a), (96, b))
+    assert Passes.of(mixed.numbers) == mixed and mixed.digest and mixed.taken_until == 96
+    assert mixed.upto(50).parts == ((32, 32), (50, a.upto(50))) and mixed.upto(64).with_pass(80, 80).cut_back(70) == 64
+    assert [mixed.cut_back(at) for at in (0, 40, 95, 96)] == [0, 0, 0, 96]
+    assert mixed.with_pass(110, 110).boundaries() == (0, 96, 110)
+    assert mixed.sources() == [(32, a), (64, b)]
+    further = assembled(NONE.with_pass(96, 96), [(96, 128, mixed.with_pass(128, 128))], 128)
+    assert further.sources() == [(32, a), (64, b), (96, mixed.with_pass(128, 128))]
+    grown = assembled(NONE.with_pass(32, 32), [(32, 64, b.upto(64)), (64, 96, b)], 96)
+    assert grown.parts == ((32, 32), (96, b))
+
+
+def nested(depth: int) -> list[int]:
+    inner = nested(depth - 1) if depth else [40, 40]
+    return [8, 8, 40, TAKEN - len(inner) // 2, *inner]
+
+
+def test_sources_that_are_none_are_refused() -> None:
+    assert Passes.of(nested(3)).depth == 4
+    for numbers in (nested(40), [40, TAKEN - 1, 40, 40], [8, 8, 40, TAKEN - 1, 39, 39], [8, 8, 40, TAKEN - 1, 40, 0]):
+        with pytest.raises(ValueError):
+            Passes.of(numbers)
 
 
 def test_steps_of_choices_that_end_apart() -> None:
