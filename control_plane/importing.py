@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import sys
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from control_plane.functions import (
 )
 from control_plane.gateway.prompts import PromptMakers
 from control_plane.lanes import FunctionKey
+from control_plane.model_tool import import_command
 from control_plane.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -196,10 +196,7 @@ class Importing:
         uri = revision.spec.model
         if revision.spec.revision is not None and uri.startswith("hf://"):
             uri = f"{uri}@{revision.spec.revision}"
-        command = [sys.executable, "-m", "model_loader.importer", uri]
-        command += ["--models-dir", str(self._settings.models_dir)]
-        for pattern in self._settings.models.allowed:
-            command += ["--allow", pattern]
+        command = import_command(uri, self._settings.models_dir, self._settings.models.allowed)
         last = _Line("error", code="import_failed", message="the importer ended without a word", retry=True)
         try:
             process = await asyncio.create_subprocess_exec(

@@ -15,7 +15,9 @@ from model_loader.byte_alphabet import byte_alphabet
 from model_loader.errors import FormatError, UnsupportedArchitecture, shown
 
 _MAX_TOKEN_CHARS: Final = 1024
-"""Every cut of a token is looked at, so that time grows with the square of this."""
+_MAX_VOCABULARY_CHARS: Final = 8_000_000
+"""Every cut of every token is looked at: these two bound the time to seconds. A vocabulary of 262,000 tokens has under
+two million."""
 _CONTROL: Final = 3
 _USER_DEFINED: Final = 4
 _LLAMA3_SPLIT: Final = (
@@ -53,6 +55,9 @@ def build_tokenizer(metadata: Mapping[str, Any], what: str) -> bytes:
     for number, token in enumerate(tokens):
         if not isinstance(token, str) or len(token) > _MAX_TOKEN_CHARS:
             raise FormatError(f"{what}: tokenizer.ggml.tokens: token {number} is {shown(token)}")
+    chars = sum(map(len, tokens))
+    if chars > _MAX_VOCABULARY_CHARS:
+        raise FormatError(f"{what}: tokenizer.ggml.tokens has {chars} characters; at most {_MAX_VOCABULARY_CHARS}")
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
         document = _byte_level(metadata, tokens, what)

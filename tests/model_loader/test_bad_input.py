@@ -18,6 +18,7 @@ from model_loader.directory_checkpoint import describe_directory
 from model_loader.errors import FormatError, LoaderError, SourceMissing, SourceRefused, UnsupportedArchitecture
 from model_loader.gguf_checkpoint import describe_gguf
 from model_loader.gguf_format import read_gguf
+from model_loader.gguf_tokenizer import build_tokenizer
 from model_loader.pickles import PICKLE_SUFFIXES
 from model_loader.safetensors_format import read_file
 from model_loader.sources import ModelUri, resolve, resolve_path
@@ -319,6 +320,11 @@ def test_a_token_of_absurd_length_is_refused(tiny_gguf: Path) -> None:
     tiny_gguf.write_bytes(content[: at - 8] + text(long) + content[at + 8 :])
     with pytest.raises(FormatError, match="token 3 is 'xxx"):
         describe_gguf(tiny_gguf)
+
+
+def test_a_vocabulary_that_would_take_minutes_to_cut_is_refused() -> None:
+    with pytest.raises(FormatError, match=r"tokens has 9000000 characters"):
+        build_tokenizer({"tokenizer.ggml.tokens": ["x" * 1000] * 9000, "tokenizer.ggml.model": "llama"}, "m.gguf")
 
 
 # --- fuzz -------------------------------------------------------------------------------------------------------
