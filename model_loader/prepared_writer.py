@@ -8,7 +8,6 @@ The file has a temporary name until `commit`; whoever is told that name may map 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import secrets
@@ -24,8 +23,9 @@ import xxhash
 
 from model_loader.board import Board
 from model_loader.chunks import ChunkList, count_chunks
-from model_loader.errors import FormatError, LoaderError, SourceUnavailable, from_os_error
+from model_loader.errors import FormatError, LoaderError, SourceMissing, SourceUnavailable, from_os_error
 from model_loader.prepared_layout import PAGE_BYTES, TensorPlan, plan_layout
+from model_loader.retired import Retired
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -48,7 +48,7 @@ class PreparedWriter:
         plans: Sequence[TensorPlan],
         *,
         groups: Sequence[str] = ("all",),
-        recycle: Path | None = None,
+        recycle: Path | Retired | None = None,
         is_last_resort: bool = True,
     ) -> None:
         self.path = path
@@ -56,6 +56,7 @@ class PreparedWriter:
         self._layout = plan_layout(identity, recipe, dtype, groups, plans)
         self._groups = len(groups)
         self._recycle = recycle
+        self._retired: Retired | None = None
         self.temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
         self._handle: int | None = None
         self._board: Board | None = None
@@ -111,13 +112,21 @@ class PreparedWriter:
         """The old file under the new name. Its mark is wiped first: it is no complete form any more."""
         if self._recycle is None:
             return None
-        with contextlib.suppress(OSError):
-            os.rename(self._recycle, self.temporary)
-            handle = os.open(self.temporary, os.O_RDWR | os.O_CLOEXEC)
-            os.pwrite(handle, bytes(PAGE_BYTES), 0)
-            return handle
-        self.temporary.unlink(missing_ok=True)
-        return None
+        try:
+            retired = self._recycle if isinstance(self._recycle, Retired) else Retired(self._recycle)
+            os.rename(retired.path, self.temporary)
+        except (OSError, SourceMissing):
+            return None
+        handle = os.open(self.temporary, os.O_RDWR | os.O_CLOEXEC)
+        os.pwrite(handle, bytes(PAGE_BYTES), 0)
+        retired.path = self.temporary
+        retired.limit(self.nbytes)
+        self._retired = retired
+        return handle
+
+    def view(self, offset: int, nbytes: int) -> memoryview | None:
+        """Memory of the form itself to read into; None where it is new: there `write` costs less."""
+        return self._retired.view(offset, nbytes) if self._retired is not None else None
 
     @property
     def fileno(self) -> int:
@@ -168,6 +177,8 @@ class PreparedWriter:
                 os.fsync(self.fileno)
             os.replace(self.temporary, self.path)
             self._committed = True
+            if self._retired is not None:
+                self._retired.path = self.path
             if durable:
                 folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
                 try:

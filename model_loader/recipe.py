@@ -47,6 +47,7 @@ from model_loader.progress import Progress, Reporter, run_reporting
 from model_loader.ranges.reader import Span, VerifiedReader
 from model_loader.ranges.source import RangeSource, ReadStats
 from model_loader.ranges.window import Window
+from model_loader.retired import Retired
 
 DTYPES: Final = tuple(ITEM_BYTES)
 _CHUNK_VALUES: Final = 256 * 1024
@@ -65,7 +66,7 @@ def prepare(
     *,
     threads: int = 0,
     durable: bool = False,
-    recycle: Path | None = None,
+    recycle: Path | Retired | None = None,
     sources: Sequence[RangeSource] = (),
     on_complete: Callable[[], None] | None = None,
 ) -> ReadStats:
@@ -169,7 +170,14 @@ class _Maker:
                 entry = self._entry(part)
                 spans.append(Span(self._file(entry), entry.offset, entry.nbytes, to, tensor.group))
                 to += entry.nbytes
-        self._reader.read(spans, self._put, self._writer.landed)
+        self._reader.read(spans, self._put, self._writer.landed, self)
+
+    def view(self, to: int, nbytes: int) -> memoryview | None:
+        return self._writer.view(to, nbytes)
+
+    def moved(self, nbytes: int) -> None:
+        self._writer.moved(nbytes)
+        self._on_bytes(nbytes)
 
     def make_all(self, wanted: Sequence[EngineTensor], threads: int) -> None:
         """Tensor by tensor, several at once, in the order wanted."""
@@ -196,8 +204,7 @@ class _Maker:
     def _put(self, offset: int, data: Any) -> None:
         self._writer.write(offset, data)
         nbytes = memoryview(data).nbytes
-        self._writer.moved(nbytes)
-        self._on_bytes(nbytes)
+        self.moved(nbytes)
 
     def _make(self, tensor: EngineTensor) -> None:
         offset = self._writer.place(tensor.name)

@@ -148,6 +148,14 @@ class LocalSource:
             )
         return count
 
+    def read_cached(self, file: str, offset: int, view: memoryview) -> int:
+        """As `read_into`, of what is in the page cache; 0: it is not."""
+        opened = self._open(file)
+        try:
+            return self._read_cached(opened, offset, view)
+        except OSError as error:
+            raise SourceUnavailable(f"cannot read {opened.path}: {error.strerror}") from error
+
     def _open(self, file: str) -> _Opened:
         opened = self._opened.get(file)
         if opened is None:

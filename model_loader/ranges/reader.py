@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol, runtime_checkable
 
 import xxhash
 
@@ -27,6 +27,27 @@ from model_loader.ranges.source import RangeSource, ReadStats
 
 Write = Callable[[int, memoryview], None]
 """(place, bytes): called from any thread, with every byte of a span at least once; again where a chunk was bad."""
+
+
+class Landing(Protocol):
+    """The destination's own memory, for bytes that can be read straight into it."""
+
+    def view(self, to: int, nbytes: int) -> memoryview | None:
+        """None: hand the bytes to `Write`."""
+        ...
+
+    def moved(self, nbytes: int) -> None:
+        """So many bytes were read into a view."""
+        ...
+
+
+@runtime_checkable
+class CachedSource(Protocol):
+    """A source that can say at once whether it has bytes at hand."""
+
+    def read_cached(self, file: str, offset: int, view: memoryview) -> int:
+        """As `read_into`, but 0 where it would have to wait."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +73,9 @@ class ReadLimits:
 
 
 DEFAULT_LIMITS: Final = ReadLimits()
+DIRECT_BYTES: Final = 512 * 1024
+"""Read into the destination at a time, and digested while it is in the cache."""
+_LEAST_DIRECT_BYTES: Final = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +134,16 @@ class VerifiedReader:
             else:
                 raise next((each for each in failures if isinstance(each, IntegrityError)), failures[0])
 
-    def read(self, spans: Sequence[Span], write: Write, landed: Callable[[int], None] | None = None) -> None:
-        """Returns when every group has landed; raises the first failure once no thread writes any more."""
-        plan = _Plan(spans, self.files)
+    def read(
+        self,
+        spans: Sequence[Span],
+        write: Write,
+        landed: Callable[[int], None] | None = None,
+        landing: Landing | None = None,
+    ) -> None:
+        """Returns when every group has landed; raises the first failure once no thread writes any more. `landing`:
+        what a source has at hand is read straight into it, and the rest given to `write`."""
+        plan = _Plan(spans, self.files, landing)
         for group in plan.empty_groups:
             if landed is not None:
                 landed(group)
@@ -211,6 +242,15 @@ class VerifiedReader:
             buffer = self._buffer()
             while at < end:
                 begin_s = time.monotonic()
+                view = plan.direct(source, file, index, at, chunk_end)
+                if view is not None:
+                    self.stats.moved(source.tier, len(view), time.monotonic() - begin_s)
+                    digest.update(view)
+                    at += len(view)
+                    if at == chunk_end:
+                        self._settle(source, file, index, digest.digest(), missing, mismatches, plan, landed)
+                        index, chunk_end, digest = index + 1, min(chunk_end + CHUNK_BYTES, end), xxhash.xxh3_128()
+                    continue
                 got = source.read_into(file, at, buffer[: min(len(buffer), end - at)], within_s=self._limits.range_s)
                 self.stats.moved(source.tier, got, time.monotonic() - begin_s)
                 taken = 0
@@ -221,18 +261,32 @@ class VerifiedReader:
                     taken, at = taken + len(piece), at + len(piece)
                     if at < chunk_end:
                         continue
-                    found = digest.digest()
-                    if chunks.matches(index, found):
-                        missing.remove(index)
-                        self.stats.verified(1)
-                        plan.chunk_landed(file, index, landed)
-                    else:
-                        self.stats.found_bad()
-                        mismatches.append(chunks.mismatch(index, found, f"{file} of {source.name}"))
+                    self._settle(source, file, index, digest.digest(), missing, mismatches, plan, landed)
                     index, chunk_end, digest = index + 1, min(chunk_end + CHUNK_BYTES, end), xxhash.xxh3_128()
                 if self._stop.is_set():
                     raise _Stopped
         return mismatches
+
+    def _settle(
+        self,
+        source: RangeSource,
+        file: str,
+        index: int,
+        found: bytes,
+        missing: list[int],
+        mismatches: list[IntegrityError],
+        plan: _Plan,
+        landed: Callable[[int], None] | None,
+    ) -> None:
+        """A whole chunk was read: it is right, or it stays missing."""
+        chunks = self.files[file]
+        if chunks.matches(index, found):
+            missing.remove(index)
+            self.stats.verified(1)
+            plan.chunk_landed(file, index, landed)
+        else:
+            self.stats.found_bad()
+            mismatches.append(chunks.mismatch(index, found, f"{file} of {source.name}"))
 
     def _buffer(self) -> memoryview:
         """This thread's own; page-aligned, as reads past the page cache need it."""
@@ -245,7 +299,8 @@ class VerifiedReader:
 class _Plan:
     """Which chunks are needed, in which order, for whom, and what is still missing of each group."""
 
-    def __init__(self, spans: Sequence[Span], files: Mapping[str, ChunkList]) -> None:
+    def __init__(self, spans: Sequence[Span], files: Mapping[str, ChunkList], landing: Landing | None = None) -> None:
+        self._landing = landing
         self._spans: dict[tuple[str, int], list[Span]] = {}
         left: dict[int, set[tuple[str, int]]] = {}
         for span in spans:
@@ -272,6 +327,26 @@ class _Plan:
             file, first, count = name, index, 1
         if count:
             yield _Range(file, first, count)
+
+    def direct(self, source: RangeSource, file: str, index: int, at: int, chunk_end: int) -> memoryview | None:
+        """What was read into the destination itself from `at` on; None: it has to go by way of a buffer."""
+        if self._landing is None or not isinstance(source, CachedSource):
+            return None
+        end, to = min(at + DIRECT_BYTES, chunk_end), -1
+        for span in self._spans.get((file, index), ()):
+            span_end = span.offset + span.nbytes
+            if span.offset <= at < span_end and to < 0:
+                end, to = min(end, span_end), span.to + at - span.offset
+            elif span.offset < end and span_end > at:
+                return None
+        if to < 0 or end - at < _LEAST_DIRECT_BYTES:
+            return None
+        view = self._landing.view(to, end - at)
+        got = source.read_cached(file, at, view) if view is not None else 0
+        if view is None or got == 0:
+            return None
+        self._landing.moved(got)
+        return view[:got]
 
     def deliver(self, file: str, index: int, at: int, piece: memoryview, write: Write) -> None:
         end = at + len(piece)

@@ -219,3 +219,51 @@ def test_a_window_lets_no_bad_chunk_pass_and_forgets_it() -> None:
     found = bytearray(10)
     window.read_into("a", 0, memoryview(found))
     assert found == A[:10]
+
+
+class AtHand(MemorySource):
+    """Everything is at hand."""
+
+    def read_cached(self, file: str, offset: int, view: memoryview) -> int:
+        return self.read_into(file, offset, view, within_s=0.0)
+
+
+class Memory(Target):
+    """Can be read into as far as `upto`."""
+
+    def __init__(self, upto: int) -> None:
+        super().__init__()
+        self.upto, self.direct_bytes = upto, 0
+
+    def view(self, to: int, nbytes: int) -> memoryview | None:
+        return memoryview(self.memory)[to : to + nbytes] if to + nbytes <= self.upto else None
+
+    def moved(self, nbytes: int) -> None:
+        self.direct_bytes += nbytes
+
+
+@pytest.mark.parametrize("upto", [0, 2 * CHUNK_BYTES + 5000, len(A) + len(B)])
+def test_what_is_at_hand_is_read_straight_into_the_destination_and_verified_there(upto: int) -> None:
+    target = Memory(upto)
+    reading = reader(AtHand(FILES))
+    reading.read(WHOLE, target.write, target.landed.append, target)
+    assert target.memory == A + B
+    assert sorted(target.landed) == [0, 1]
+    assert upto - CHUNK_BYTES < target.direct_bytes <= upto
+    assert reading.stats.nbytes == len(A) + len(B)
+
+
+def test_a_bad_chunk_read_straight_into_the_destination_is_read_again_or_refused() -> None:
+    at, target = 2 * CHUNK_BYTES + 1, Memory(len(A) + len(B))
+    reader(AtHand(FILES, before=flip(at, times=1))).read(WHOLE, target.write, target.landed.append, target)
+    assert target.memory == A + B
+    with pytest.raises(IntegrityError, match=str(2 * CHUNK_BYTES)):
+        reader(AtHand(FILES, before=flip(at))).read(WHOLE, target.write, landing=Memory(len(A) + len(B)))
+
+
+def test_bytes_wanted_in_two_places_come_to_both() -> None:
+    target = Memory(len(A) + len(B))
+    spans = [Span("a", 100, 200_000, 0, 0), Span("a", 150_000, 300_000, 1_000_000, 1)]
+    reader(AtHand(FILES)).read(spans, target.write, target.landed.append, target)
+    assert target.memory[:200_000] == A[100:200_100]
+    assert target.memory[1_000_000:1_300_000] == A[150_000:450_000]
