@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +16,13 @@ from typing import Final
 
 from model_loader.chunks import ChunkDigester, ChunkList
 from model_loader.errors import IntegrityError, SourceMissing
-from model_loader.manifest import Manifest
+from model_loader.manifest import Manifest, SourceFile
 from model_loader.origin import origin_sources
 from model_loader.ranges.local import ColdWays, LocalSource
 from model_loader.ranges.source import RangeSource
 
+RECORDS: Final = "imports"
+"""Folder of the models directory: what each import read."""
 _WAYS_NAME: Final = ".cold-reads.json"
 _PIECE_BYTES: Final = 1024 * 1024
 
@@ -82,13 +85,37 @@ def _digest_file(manifest: Manifest, number: int) -> ChunkList:
 
 @contextlib.contextmanager
 def own_sources(manifest: Manifest, remember_in: Path) -> Iterator[list[RangeSource]]:
-    """This machine's files, and after them the store they were fetched from, if they were."""
+    """This machine's files; where they are not as they were, the same files as another import found them; and the store
+    they were fetched from, if they were."""
     with contextlib.ExitStack() as stack:
         sources: list[RangeSource] = [stack.enter_context(local_source(manifest, remember_in))]
+        if not all(file.unchanged() for file in manifest.files):
+            sources += [stack.enter_context(LocalSource(paths)) for paths in other_places(manifest)]
         for origin in origin_sources(manifest):
             stack.callback(origin.close)
             sources.append(origin)
         yield sources
+
+
+def other_places(manifest: Manifest) -> list[dict[str, Path]]:
+    """Where else the same checkpoint was imported from and still is, by the paths the manifest gives its files. What is
+    read there is verified like everything else."""
+    found: list[dict[str, Path]] = []
+    for record in sorted((manifest.directory.parent / RECORDS).glob("*.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, SourceMissing):
+            told = json.loads(record.read_bytes())
+            if told["identity"] != manifest.identity or told["uri"] == manifest.uri:
+                continue
+            there = [file for file in (SourceFile(**each) for each in told["files"]) if file.unchanged()]
+            paths: dict[str, Path] = {}
+            for wanted in manifest.files:
+                same = [Path(f.path) for f in there if f.nbytes == wanted.nbytes]
+                named = [path for path in same if path.name == Path(wanted.path).name]
+                if chosen := named or same:
+                    paths[wanted.path] = chosen[0]
+            if paths:
+                found.append(paths)
+    return found
 
 
 def local_source(manifest: Manifest, remember_in: Path) -> LocalSource:

@@ -12,9 +12,17 @@ import pytest
 
 from model_loader import importer
 from model_loader.description import Description
-from model_loader.errors import FormatError, LoaderError, SourceRefused, SourceUnavailable
+from model_loader.errors import (
+    FormatError,
+    IntegrityError,
+    LoaderError,
+    SourceMissing,
+    SourceRefused,
+    SourceUnavailable,
+)
 from model_loader.importer import import_model
 from model_loader.manifest import Manifest
+from model_loader.prepared import PreparedFile
 from model_loader.progress import Progress
 from model_loader.recipe import prepare
 from model_loader.sources import ResolvedModel
@@ -279,3 +287,22 @@ def test_a_norm_may_end_in_a_zero(tmp_path: Path, imported: Import) -> None:
     save_file(tensors, root / "model.safetensors")
     with pytest.raises(FormatError, match="all zero"):
         imported(root)
+
+
+@pytest.mark.parametrize("gone", ["first", "second", "first is cut"])
+def test_a_checkpoint_imported_from_two_places_is_loaded_from_the_one_that_is_left(
+    tiny: Path, tmp_path: Path, gone: str
+) -> None:
+    models = tmp_path / "models"
+    copy = Path(shutil.copytree(tiny, tmp_path / "copy"))
+    manifest = import_model(f"file://{copy}", models)
+    manifest = import_model(f"file://{tiny}", models)
+    if gone == "first is cut":
+        os.truncate(tiny / "model.safetensors", 5000)
+    else:
+        shutil.rmtree(tiny if gone == "first" else copy)
+    prepare(Manifest.load(manifest.path), "float32", tmp_path / "out")
+    PreparedFile.open(tmp_path / "out", verify=True)
+    shutil.rmtree(copy if gone != "second" else tiny)
+    with pytest.raises((SourceMissing, IntegrityError), match=r"model\.safetensors"):
+        prepare(Manifest.load(manifest.path), "float32", tmp_path / "again")
