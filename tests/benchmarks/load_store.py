@@ -67,7 +67,8 @@ def from_store(bench: Bench, manifest: Manifest) -> tuple[dict[str, Any], list[b
                 seconds["obstore, 8 threads"] = _timed(bench, lambda: list(pool.map(obstore_part, parts)))
         buffer.release()
         env = {**ADMIN.environ(), "AWS_ENDPOINT_URL": server.endpoint, "AWS_REGION": "us-east-1",
-               "RUNAI_STREAMER_S3_ENDPOINT": server.endpoint, "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0"}  # fmt: skip
+               "RUNAI_STREAMER_S3_ENDPOINT": server.endpoint,
+               "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0"}  # fmt: skip
         try:
             uris = [f"s3://{BUCKET}/model/{path.name}" for path in paths]
             seconds["runai"] = theirs(bench, "runai", uris, "fresh", env)
