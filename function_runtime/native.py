@@ -29,6 +29,7 @@ from function_runtime.errors import EngineFault, LoadError
 from function_runtime.inbox import Inbox
 from function_runtime.kv.arrival import Arrival
 from function_runtime.kv.identity import KvIdentity
+from function_runtime.kv.kept_speeds import KeptSpeeds
 from function_runtime.kv.reader import Capabilities
 from function_runtime.kv.service import DurableKv
 from function_runtime.kv.speeds import Measured
@@ -176,6 +177,8 @@ class NativeBuilder:
         self._ahead: dict[Path, MappedForm] = {}
         self._artifacts_dir: Path | None = None
         self._artifacts: Artifacts | None = None
+        self._speeds: KeptSpeeds | None = None
+        self._measured: Measured | None = None
 
     def warm_up(self) -> None:
         """Starts the compute threads and faults in the code of the operations every model runs."""
@@ -246,6 +249,8 @@ class NativeBuilder:
 
     def end(self) -> None:
         keep_artifacts(self._artifacts)
+        if self._speeds is not None and self._measured is not None:
+            self._speeds.keep(self._measured)
 
     def open_kv(
         self, spec: ReplicaSpec, engine: EngineLike, inbox: Inbox, serving: Callable[[], Serving]
@@ -261,7 +266,7 @@ class NativeBuilder:
             rope=json.dumps(rope, sort_keys=True, separators=(",", ":")),
             engine_format=f"{ENGINE_FORMAT}/{spec.options.device.partition(':')[0]}",
         )
-        return DurableKv(
+        kv = DurableKv(
             spec.kv_store,
             identity,
             inbox,
@@ -270,3 +275,11 @@ class NativeBuilder:
             measured=engine.measured if isinstance(engine, NativeEngine) else None,
             engine=Capabilities(layout.num_layers, spec.options.step_tokens),
         )
+        if self._artifacts_dir is not None:
+            options = spec.options
+            model = f"{manifest.identity} {options.device.partition(':')[0]} {layout.dtype} {torch.get_num_threads()}"
+            # In the slot's directory, beside what it compiled.
+            self._speeds = KeptSpeeds(self._artifacts_dir.with_name("speeds"), spec.kv_store, model)
+            self._speeds.follow(kv.measured)
+            self._measured = kv.measured
+        return kv

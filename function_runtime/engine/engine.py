@@ -42,7 +42,7 @@ from function_runtime.engine.output import (
 from function_runtime.engine.prefix import Chain
 from function_runtime.engine.receiving import Receiver
 from function_runtime.engine.request import Choice, Phase, Request
-from function_runtime.engine.restoring import Gate, Pieces
+from function_runtime.engine.restoring import Gate, Pieces, Race
 from function_runtime.engine.resume import Usable, admitted, check_restored, usable
 from function_runtime.engine.scheduler import Schedule, Scheduler
 from function_runtime.engine.shadow import Doubt, Shadow
@@ -263,7 +263,8 @@ class Engine:
             schedule = self._scheduler.schedule()
             for request in schedule.admitted:
                 self._receiver.admit(request)
-            gate = self._receiver.take_gate()
+            gate = self._receiver.take_gate(schedule)
+            waits_for_layers = isinstance(gate, Gate)
             try:
                 drawn = self._run(schedule, gate)
             except ArrivalFailed:
@@ -283,14 +284,14 @@ class Engine:
         if arrival is not None:
             # Waiting for weights is a cold start's, and nobody's use of the device.
             busy_us = max(0, busy_us - int(arrival.take_waited_s() * 1e6))
-        elif gate is None:
+        elif not waits_for_layers:
             self._measure(schedule, busy_us / 1e6)
         return replace(output, device_us=attribute(busy_us, prefill, decode), busy_us=busy_us)
 
-    def _run(self, schedule: Schedule, gate: Gate | None) -> list[Drawn]:
+    def _run(self, schedule: Schedule, gate: Gate | Race | None) -> list[Drawn]:
         if not schedule.decodes and not schedule.chunks:
             return []
-        if gate is not None and schedule.copies:
+        if isinstance(gate, Gate) and schedule.copies:
             gate.open(self.kv_layout.num_layers)
         self._cache.copy(schedule.copies)
         drawn = self._runner.run(schedule, gate)

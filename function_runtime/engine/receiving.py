@@ -1,7 +1,8 @@
 """Requests whose stored KV is on its way: when they begin, where they take it up, and what is said of it.
 
-    expected   nothing is computed until it is all here, or until its first layers are and there is nothing else to do
-    in front   the beginning is computed meanwhile; where that meets what was read, prefill goes on behind it
+    expected   nothing is computed: it is here soon, or its first layers are and there is nothing else to do
+    in front   the beginning is computed meanwhile; where that meets what was read, prefill goes on behind it. A pass
+               that the request has to itself is given up at a layer when all it computes has come
     gated      the pass under way waits layer by layer (see `restoring`)
 
 A chunk that failed is computed again like any hole; what is sound behind it is taken up there. A pass that counted on
@@ -18,9 +19,9 @@ from function_runtime.engine import sealing
 from function_runtime.engine.kv_cache import BLOCK_SIZE, KvCache
 from function_runtime.engine.output import Admitted
 from function_runtime.engine.request import Choice, Phase, Request
-from function_runtime.engine.restoring import Gate, LayerWriter, Pieces, ranges_of
+from function_runtime.engine.restoring import Gate, LayerWriter, Pieces, Race, ranges_of
 from function_runtime.engine.resume import Usable, usable
-from function_runtime.engine.scheduler import Scheduler
+from function_runtime.engine.scheduler import Schedule, Scheduler
 from function_runtime.kv.arrival import Arrival
 from function_runtime.passes import NONE, Passes, assembled
 from function_runtime.protocol import Work
@@ -81,6 +82,7 @@ class Receiver:
         """Takes up what has come. `alone`: there is only one request."""
         for request in list(self._scheduler.running):
             if request.incoming is not None and request.phase is Phase.PREFILL:
+                request.incoming.is_alone = alone
                 self._land(request, request.incoming)
             elif request.incoming is not None:
                 # What is behind the prompt is of use only with all of it.
@@ -101,6 +103,12 @@ class Receiver:
                 if usable(request, pieces.lengths).prompt:
                     self._begin(request, pieces)
                     request.incoming = None
+            else:
+                arrival.is_alone = alone
+                if not arrival.holds_up(0):
+                    arrival.turn_back()
+                    self._expected.remove(request)
+                    self._scheduler.add(request)
 
     def admit(self, request: Request) -> None:
         """The request has its blocks: what is here is written, or a gate is set before what is not."""
@@ -117,12 +125,21 @@ class Receiver:
         self._begun(request, pieces)
         self._publish_all(request)
 
-    def take_gate(self) -> Gate | None:
-        """The gate of the pass to be run now."""
+    def take_gate(self, schedule: Schedule) -> Gate | Race | None:
+        """The gate of the pass to be run now, or what may end it early."""
         if self.gate is not None and self.gate.request.phase is Phase.WAITING:
             # Preempted before anything was written: it is computed again.
             self._drop_gate()
-        return self.gate
+        return self.gate or self._race(schedule)
+
+    def _race(self, schedule: Schedule) -> Race | None:
+        if len(schedule.chunks) != 1 or schedule.decodes or schedule.copies:
+            return None
+        chunk = schedule.chunks[0]
+        arrival = chunk.request.incoming
+        if arrival is None or arrival.steering is None or chunk.request.rehearsals:
+            return None
+        return Race(chunk.request, arrival, chunk.upto, self._cache.layout.num_layers)
 
     def pass_is_sound(self) -> None:
         """Waits until everything the pass came from has its digest; raises `ArrivalFailed`."""
@@ -190,6 +207,9 @@ class Receiver:
             return
         first = request.choices[0]
         computed = first.computed
+        if computed and arrival.steering is not None and arrival.steering.only_from_start:
+            self._conclude(request, arrival)
+            return
         pieces = self._pieces(request, arrival, computed, promised=False)
         stored = usable(request, pieces.lengths)
         if stored.prompt > computed:
@@ -200,6 +220,7 @@ class Receiver:
             self._publish_all(request)
             for choice in request.choices:
                 sealing.begin(request, choice, self._chunk_tokens, choice.computed)
+        arrival.is_at(first.computed)
         if request.phase is Phase.DECODE or (arrival.resolved and arrival.next_start(first.computed) is None):
             self._conclude(request, arrival)
 

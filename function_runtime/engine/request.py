@@ -182,8 +182,8 @@ class Request:
             if how == ALONE:
                 return computed + 1, computed + 1, True
         end = min(end, computed + budget)
-        stored = self.incoming.next_start(computed) if self.incoming is not None else None
-        end = end if stored is None else min(end, stored)
+        if self.incoming is not None:
+            end = self.incoming.pass_end(computed, end)
         return end, end, False
 
     def chunk_done(self, upto: int, end: int) -> None:

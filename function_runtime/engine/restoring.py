@@ -18,8 +18,9 @@ from torch import Tensor
 from function_runtime.engine.kv_cache import KvCache
 from function_runtime.engine.output import Restored
 from function_runtime.engine.request import Choice, Request
+from function_runtime.engine.resume import usable
 from function_runtime.engine_like import KvLayout
-from function_runtime.kv.arrival import Arrival, ArrivingChunk, ChunkState
+from function_runtime.kv.arrival import Arrival, ArrivalFailed, ArrivingChunk, ChunkState
 from function_runtime.passes import Passes
 
 _TORCH_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -140,6 +141,33 @@ class Gate:
         """Waits for everything at once."""
         self.settle()
         self(layers - 1)
+
+
+class Overtaken(ArrivalFailed):
+    """What a pass computes is here by now."""
+
+
+class Race:
+    """Gives a pass up at the next layer when the stored KV of all it computes has come. What the pass wrote lies in the
+    request's own blocks, uncounted, and is overwritten by what came."""
+
+    def __init__(self, request: Request, arrival: Arrival, end: int, layers: int) -> None:
+        self._request = request
+        self._arrival = arrival
+        self._end = end
+        self._last = layers - 2
+        """Later it is not worth it any more."""
+        self._seen = -1
+
+    def __call__(self, layer: int) -> None:
+        count = self._arrival.resolved_count
+        if count == self._seen or layer > self._last:
+            return
+        self._seen = count
+        request = self._request
+        lengths = self._arrival.lengths(len(request.choices), len(request.prompt), request.choices[0].computed)
+        if usable(request, lengths).prompt >= self._end:
+            raise Overtaken("overtaken by what it computes")
 
 
 def ranges_of(request: Request, block_size: int, since: int) -> list[_Range]:

@@ -307,12 +307,10 @@ def blocks_for(tokens: int) -> int:
 
 
 def _is_held_up(request: Request) -> bool:
-    """The next position's KV is on its way: computing it again would be slower than waiting, or it would not have been
-    asked for."""
+    """The next position's KV is on its way, and waiting for it is better than computing it again."""
     if request.incoming is None or request.rehearsals:
         return False
-    computed = request.choices[0].computed
-    return request.incoming.reach(0, computed, promised=True) > request.incoming.reach(0, computed)
+    return request.incoming.holds_up(request.choices[0].computed)
 
 
 def _arrival(request: Request) -> int:

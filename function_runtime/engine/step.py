@@ -16,7 +16,7 @@ from function_runtime.engine.attention.interface import Attention, Rows
 from function_runtime.engine.emission import Emitter
 from function_runtime.engine.models.llama import Llama
 from function_runtime.engine.request import Choice, Request
-from function_runtime.engine.restoring import Gate
+from function_runtime.engine.restoring import Gate, Race
 from function_runtime.engine.sampler import Row, Sampled, sample
 from function_runtime.engine.scheduler import Chunk, Schedule, blocks_for
 
@@ -37,7 +37,7 @@ class StepRunner:
         self._emitter = emitter
         self._device = device
 
-    def run(self, schedule: Schedule, gate: Gate | None = None) -> list[Drawn]:
+    def run(self, schedule: Schedule, gate: Gate | Race | None = None) -> list[Drawn]:
         decodes = [(request, choice) for request, choices in schedule.decodes for choice in choices]
         decodes += [(chunk.request, chunk.choice) for chunk in schedule.chunks if chunk.is_step]
         decodes.sort(key=lambda pair: -pair[1].computed)

@@ -16,10 +16,13 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from function_runtime.kv.steering import Steering
 from function_runtime.passes import Passes
 from function_runtime.protocol import KvChunk
 
 _NEVER: Final = float("inf")
+_LOOK_S: Final = 0.05
+"""How often whoever waits for a layer looks whether that is still worth it."""
 
 
 class ChunkState(enum.Enum):
@@ -76,6 +79,15 @@ class Arrival:
         self.on_failure: Callable[[ArrivingChunk], ArrivingChunk | None] | None = None
         """Asked, when a chunk failed, for another that begins where it did."""
         self.on_change: Callable[[], None] | None = None
+        self.steering: Steering | None = None
+        """None: it is waited for, whatever it takes."""
+        self.pump: Callable[[], None] | None = None
+        """Asks for more, if there is more worth reading."""
+        self.is_alone = False
+        """Nothing else is computed with it."""
+        self.resolved_count = 0
+        self.read_bytes = self.reads = 0
+        """What was read for it, of use or not."""
         self._begin_s = time.monotonic()
         self._end_s = 0.0
         self._changed = threading.Condition()
@@ -107,9 +119,10 @@ class Arrival:
                 if other is not None:
                     self.chunks = [*self.chunks, other]
             chunk.state = state
+            self.resolved_count += 1
             if self.resolved:
                 self._end_s = time.monotonic()
-                self.on_failure = None  # it knows the arrival: what was read must not wait for the cycle to be found
+                self._let_go()
             self._changed.notify_all()
         if self.on_change is not None:
             self.on_change()
@@ -167,6 +180,35 @@ class Arrival:
         ]
         return min(starts, default=None)
 
+    def is_at(self, position: int) -> None:
+        """Computing has got there."""
+        if self.steering is not None:
+            self.steering.is_at(position)
+            pump = self.pump
+            if pump is not None:
+                pump()
+
+    def holds_up(self, position: int) -> bool:
+        """Whether the position's KV is on its way and had better be waited for."""
+        if self.reach(0, position, promised=True) <= self.reach(0, position):
+            return False
+        return self.steering is None or self.steering.waits(position, self.is_alone)
+
+    def turn_back(self) -> None:
+        """The front is computed meanwhile."""
+        self.layered = False
+        if self.steering is not None:
+            self.steering.turn_back()
+
+    def pass_end(self, position: int, end: int) -> int:
+        """Where a pass from `position` had better end, so that stored KV is taken up where it begins."""
+        starts = [c.start for c in self.chunks if not c.choice and position < c.start and _is_hope(c)]
+        if self.steering is None:
+            return min([*starts, end])
+        if self.is_lossy:
+            return end
+        return self.steering.meeting(position, starts, end)
+
     def lengths(self, choices: int, prompt: int, position: int, *, promised: bool = False) -> tuple[int, ...]:
         """Where what can be used of each choice ends, the first choice's counted from `position`."""
         first = self.reach(0, position, promised=promised)
@@ -200,7 +242,9 @@ class Arrival:
                     raise ArrivalFailed(f"[{failed.start}, {failed.end}) of choice {failed.choice}: {failed.reason}")
                 if is_so():
                     return
-                self._changed.wait(max(0.0, min(60.0, self._next_deadline_s() - time.monotonic())))
+                if self.steering is not None and self.steering.is_hopeless(self.begins_at):
+                    raise ArrivalFailed("computing is faster")
+                self._changed.wait(max(0.0, min(_LOOK_S, self._next_deadline_s() - time.monotonic())))
             self.expire()
 
     def _next_deadline_s(self) -> float:
@@ -210,5 +254,13 @@ class Arrival:
         """Nobody will look at what is still on its way."""
         with self._changed:
             self.abandoned = True
-            self.on_failure = None
+            self._let_go()
             self._changed.notify_all()
+
+    def _let_go(self) -> None:
+        """Those who read for it know it, and it them: what was read must not wait for the cycle to be found."""
+        self.pump = self.on_failure = None
+
+
+def _is_hope(chunk: ArrivingChunk) -> bool:
+    return chunk.state is not ChunkState.FAILED

@@ -22,6 +22,8 @@ from function_runtime.kv.chunk import ChunkHead, LayerPlace, check_layer, header
 from function_runtime.kv.forms import decode
 from function_runtime.kv.memory import MEMORY
 from function_runtime.kv.sealing import CLEAR, ChunkSeal
+from function_runtime.kv.steering import Steering
+from function_runtime.kv.supply import Item, Job, Order, Supply
 from function_runtime.passes import Passes
 from function_runtime.protocol import KvChunk
 from model_loader.errors import MissingObject
@@ -29,9 +31,9 @@ from model_loader.objects import ObjectStore
 
 Place: TypeAlias = tuple[str, int, str]
 
-SPAN_BYTES: Final = 17 * 1024 * 1024
-"""Neighbouring chunks are read together up to this size: a pack of 16 MiB with its headers is one request. A store that
-is far or slow gets it in parts, side by side."""
+READ_S: Final = 10.0
+"""A range that takes longer is given up."""
+_NOTHING: Final = memoryview(b"")
 Bad: TypeAlias = Callable[[KvChunk, str], None]
 """Told of a chunk that is not what its record says, or not there at all."""
 
@@ -54,60 +56,36 @@ class Wanted:
             raise KvError(f"its record says that it lies at {self.chunk.offset}")
 
 
-@dataclass(frozen=True)
-class Span:
-    """Chunks that lie side by side in a pack, read as one range."""
-
-    wanted: tuple[Wanted, ...]
-
-    @property
-    def offset(self) -> int:
-        return self.wanted[0].chunk.offset
-
-    @property
-    def nbytes(self) -> int:
-        last = self.wanted[-1].chunk
-        return last.offset + last.nbytes - self.offset
-
-
-def spans(wanted: Sequence[Wanted]) -> list[Span]:
-    """In the order given; only neighbours in it are joined."""
-    found: list[list[Wanted]] = []
-    for item in wanted:
-        before = found[-1][-1].chunk if found else None
-        begin = found[-1][0].chunk.offset if found else 0
-        gap = item.chunk.offset - (before.offset + before.nbytes) if before else -1
-        fits = item.chunk.offset + item.chunk.nbytes - begin <= SPAN_BYTES
-        if before and before.pack == item.chunk.pack and 0 <= gap < 64 and fits:
-            found[-1].append(item)
-        else:
-            found.append([item])
-    return [Span(tuple(items)) for items in found]
-
-
 class _Chunk:
     """One chunk being read: what of it is here, and what of that is checked."""
 
-    def __init__(self, wanted: Wanted, buffer: memoryview, pieces: int, deadline_s: float) -> None:
+    def __init__(self, wanted: Wanted, index: int, pieces: int, deadline_s: float) -> None:
         self.wanted = wanted
-        self.buffer = buffer
         layout = wanted.head.identity.layout
         self._layout, self._form = layout, wanted.head.form
         self._header = header_nbytes(wanted.chunk.nbytes, wanted.head)
         layer_nbytes = wanted.head.data_bytes // layout.num_layers
         self.layers = [layout.num_layers * i // pieces for i in range(pieces + 1)]
         self.edges = [0, *(self._header + layer_nbytes * layer for layer in self.layers[1:])]
-        self._raw = buffer[self._header :]
-        """Layers as the engine takes them: where they were read to, or where they are decoded to."""
-        if self._form != "raw":
-            self._raw = MEMORY.lease(wanted.head.raw_bytes)
-        self.arriving = ArrivingChunk(wanted.chunk, layout.num_layers, self._raw, deadline_s)
+        self.arriving = ArrivingChunk(wanted.chunk, layout.num_layers, _NOTHING, deadline_s)
+        self.buffer = self._raw = _NOTHING
+        if pieces > 1:
+            # A pass that follows the layers looks at the bytes before they are there.
+            self.land_in(MEMORY.lease(wanted.chunk.nbytes))
+        chunk = wanted.chunk
+        self.item = Item(index, chunk.choice, chunk.start, chunk.end, chunk.pack, chunk.offset, tuple(self.edges))
         self._lock = threading.Lock()
         self._here = [False] * pieces
         self._checked = [False] * pieces
         self._hashed = 0
         self._hash = hashlib.sha256()
         self._places: tuple[LayerPlace, ...] | None = None
+
+    def land_in(self, buffer: memoryview) -> None:
+        """The engine takes layers where they are read to, or where they are decoded to."""
+        self.buffer = buffer
+        self._raw = buffer[self._header :] if self._form == "raw" else MEMORY.lease(self.wanted.head.raw_bytes)
+        self.arriving.data = self._raw
 
     def has(self, piece: int, arrival: Arrival) -> None:
         """The bytes of a piece are in the buffer. Raises `KvError` for what is wrong with them."""
@@ -158,97 +136,120 @@ class _Chunk:
 
 
 class Fetch:
-    """Begins the reads of an arrival. `deadlines_s` are seconds from now, one for each chunk wanted."""
+    """Begins the reads of an arrival. `took` is told of each range: the bytes that came in its time, and the time."""
 
-    def __init__(self, store: ObjectStore, executor: Executor, bad: Bad, seal: ChunkSeal = CLEAR) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        executor: Executor,
+        bad: Bad,
+        seal: ChunkSeal = CLEAR,
+        took: Callable[[float, float], None] | None = None,
+    ) -> None:
         self._store = store
         self._seal = seal
         self._executor = executor
         self._bad = bad
+        self._took = took
 
     def begin(
         self,
         wanted: Sequence[Wanted],
         deadlines_s: Sequence[float],
         *,
+        order: Order = Order.FRONT,
         pieces: int = 1,
-        from_back: bool = False,
         reason: str = "",
         other: Callable[[KvChunk], Wanted | None] | None = None,
+        steer: Callable[[Sequence[Item]], Steering] | None = None,
     ) -> Arrival:
-        """`other`: asked for another chunk that begins where a failed one did."""
+        """`deadlines_s` are seconds from now, one for each chunk wanted. `other`: asked for another chunk that begins
+        where a failed one did."""
         now_s = time.monotonic()
-        deadline_of = {w.place: now_s + d for w, d in zip(wanted, deadlines_s, strict=True)}
-        arrival = Arrival((), layered=not from_back, reason=reason)
-        jobs: list[Callable[[], None]] = []
-        order = spans(wanted) if pieces == 1 else [Span((w,)) for w in wanted]
-        rounds: list[list[Callable[[], None]]] = [[] for _ in range(pieces)]
-        for span in reversed(order) if from_back else order:
-            buffer = MEMORY.lease(span.nbytes)
-            chunks: list[_Chunk] = []
-            for w in span.wanted:
-                at = w.chunk.offset - span.offset
-                chunks.append(_Chunk(w, buffer[at : at + w.chunk.nbytes], pieces, deadline_of[w.place]))
-                arrival.chunks.append(chunks[-1].arriving)
-            if pieces == 1:
-                jobs.append(_job(self._read_span, arrival, span, buffer, chunks))
-            else:
-                for piece in range(pieces):
-                    rounds[piece].append(_job(self._read_piece, arrival, chunks[0], piece))
-        jobs += [job for round_ in rounds for job in round_]
+        arrival = Arrival((), layered=order is Order.LAYERS, reason=reason)
+        chunks = [_Chunk(w, i, pieces, now_s + d) for i, (w, d) in enumerate(zip(wanted, deadlines_s, strict=True))]
+        arrival.chunks += [chunk.arriving for chunk in chunks]
+        items = [chunk.item for chunk in chunks]
+        steering = steer(items) if steer is not None else Steering(Supply(items, order))
+        if steer is not None:
+            arrival.steering = steering
 
         def instead(failed: ArrivingChunk) -> ArrivingChunk | None:
             found = other(failed.record) if other is not None else None
             if found is None or arrival.abandoned:
                 return None
-            chunk = _Chunk(found, MEMORY.lease(found.chunk.nbytes), 1, failed.deadline_s)
-            self._executor.submit(self._read_piece, arrival, chunk, 0)
+            chunk = _Chunk(found, len(chunks), 1, failed.deadline_s)
+            self._executor.submit(self._read_alone, arrival, chunk)
             return chunk.arriving
 
         arrival.on_failure = instead
-        for job in jobs:
-            self._executor.submit(job)
+        reads = _Reads(self, arrival, steering, chunks)
+        arrival.pump = reads.pump
+        reads.pump()
         return arrival
 
-    def _read_span(self, arrival: Arrival, span: Span, buffer: memoryview, chunks: Sequence[_Chunk]) -> None:
-        within_s = max(c.arriving.deadline_s for c in chunks) - time.monotonic()
-        if len(chunks) == 1 or not self._read(arrival, span.wanted[0].chunk.pack, span.offset, buffer, within_s, None):
+    def submit(self, work: Callable[[], None]) -> None:
+        self._executor.submit(work)
+
+    def read(self, arrival: Arrival, job: Job, chunks: Sequence[_Chunk]) -> bool:
+        """True: all of the range is here and sound as far as it goes."""
+        if len(chunks) == 1:
+            return self._read_pieces(arrival, chunks[0], job.first, job.last)
+        offset = chunks[0].item.offset
+        buffer = MEMORY.lease(job.nbytes)
+        deadline_s = max(chunk.arriving.deadline_s for chunk in chunks)
+        try:
+            self._get(arrival, chunks[0].item.pack, offset, buffer, deadline_s)
+        except Exception:
+            # Each by itself: a pack that ends too early is no reason to doubt what comes before.
             for chunk in chunks:
-                # By itself: a pack that ends too early is no reason to doubt what comes before.
-                self._read_piece(arrival, chunk, 0)
-            return
+                self._read_pieces(arrival, chunk, 0, 1)
+            return False
+        sound = True
         for chunk in chunks:
-            self._check(arrival, chunk, 0)
+            at = chunk.item.offset - offset
+            chunk.land_in(buffer[at : at + chunk.item.nbytes])
+            sound &= self._check(arrival, chunk, 0, 1)
+        return sound
 
-    def _read_piece(self, arrival: Arrival, chunk: _Chunk, piece: int) -> None:
-        begin, end = chunk.edges[piece], chunk.edges[piece + 1]
-        record = chunk.wanted.chunk
-        within_s = chunk.arriving.deadline_s - time.monotonic()
-        if self._read(arrival, record.pack, record.offset + begin, chunk.buffer[begin:end], within_s, chunk):
-            self._check(arrival, chunk, piece)
+    def tell(self, nbytes: float, seconds: float) -> None:
+        if self._took is not None:
+            self._took(nbytes, seconds)
 
-    def _read(
-        self, arrival: Arrival, pack: str, offset: int, view: memoryview, within_s: float, chunk: _Chunk | None
-    ) -> bool:
-        if arrival.abandoned or (chunk is not None and chunk.arriving.state is not ChunkState.ARRIVING):
+    def _read_alone(self, arrival: Arrival, chunk: _Chunk) -> None:
+        self._read_pieces(arrival, chunk, 0, 1)
+
+    def _read_pieces(self, arrival: Arrival, chunk: _Chunk, first: int, last: int) -> bool:
+        begin, end = chunk.edges[first], chunk.edges[last]
+        if chunk.arriving.state is not ChunkState.ARRIVING:
             return False
         try:
-            if within_s <= 0:
-                raise TimeoutError("not read in time")
-            self._store.get_into(pack, offset, view, within_s=min(within_s, 3600.0))
-            self._seal.open_in_place(pack, offset, view)
-            return True
+            record = chunk.wanted.chunk
+            if not chunk.buffer:
+                chunk.land_in(MEMORY.lease(record.nbytes))
+            view = chunk.buffer[begin:end]
+            self._get(arrival, record.pack, record.offset + begin, view, chunk.arriving.deadline_s)
         except Exception as error:
             # Whatever it was: a chunk that is not here is computed.
-            if chunk is not None:
-                self._failed(arrival, chunk, error)
+            self._failed(arrival, chunk, error)
             return False
+        return self._check(arrival, chunk, first, last)
 
-    def _check(self, arrival: Arrival, chunk: _Chunk, piece: int) -> None:
+    def _get(self, arrival: Arrival, pack: str, offset: int, view: memoryview, deadline_s: float) -> None:
+        within_s = min(deadline_s - time.monotonic(), READ_S)
+        if arrival.abandoned or within_s <= 0:
+            raise TimeoutError("not read in time")
+        self._store.get_into(pack, offset, view, within_s=within_s)
+        self._seal.open_in_place(pack, offset, view)
+
+    def _check(self, arrival: Arrival, chunk: _Chunk, first: int, last: int) -> bool:
         try:
-            chunk.has(piece, arrival)
+            for piece in range(first, last):
+                chunk.has(piece, arrival)
+            return True
         except Exception as error:
             self._failed(arrival, chunk, error)
+            return False
 
     def _failed(self, arrival: Arrival, chunk: _Chunk, error: Exception) -> None:
         if isinstance(error, KvError | MissingObject) and chunk.arriving.state is ChunkState.ARRIVING:
@@ -256,5 +257,40 @@ class Fetch:
         arrival.has_failed(chunk.arriving, str(error) or type(error).__name__)
 
 
-def _job(work: Callable[..., None], *arguments: object) -> Callable[[], None]:
-    return lambda: work(*arguments)
+class _Reads:
+    """Readers of one arrival: each takes what is to be read next, until nothing is."""
+
+    def __init__(self, fetch: Fetch, arrival: Arrival, steering: Steering, chunks: Sequence[_Chunk]) -> None:
+        self._fetch = fetch
+        self._arrival = arrival
+        self._steering = steering
+        self._chunks = chunks
+        self._lock = threading.Lock()
+        self._coming = 0
+        """Readers that were asked for and have not begun."""
+
+    def pump(self) -> None:
+        """Readers are asked for, as many as there is room and work for."""
+        while not self._arrival.abandoned:
+            with self._lock:
+                if not self._steering.wants_more(self._coming):
+                    return
+                self._coming += 1
+            self._fetch.submit(self._work)
+
+    def _work(self) -> None:
+        with self._lock:
+            self._coming -= 1
+        while not self._arrival.abandoned and (job := self._steering.take()) is not None:
+            chunks = [self._chunks[item.index] for item in job.items]
+            sound = self._fetch.read(self._arrival, job, chunks)
+            nbytes, seconds = self._steering.done(job, sound)
+            self._arrival.read_bytes += job.nbytes
+            self._arrival.reads += 1
+            if sound:
+                self._fetch.tell(nbytes, seconds)
+            for chunk in chunks:
+                if chunk.arriving.state is ChunkState.FAILED:
+                    self._steering.drop(chunk.item.index)
+            # What came may have shown that more at once is better.
+            self.pump()

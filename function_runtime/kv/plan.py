@@ -82,6 +82,8 @@ class Plan:
     """Loading everything there is, and computing what is missing after it."""
     recompute_s: float
     reason: str
+    must: bool = False
+    """The beginning is not to be computed."""
 
     @property
     def loads(self) -> bool:
@@ -119,6 +121,7 @@ def plan(known: Known, candidates: Sequence[Candidate], speeds: Speeds) -> Plan:
         load_s=load_s,
         recompute_s=recompute_s,
         reason=_reason(known, chosen, usable, predicted_s, recompute_s),
+        must=must,
     )
 
 

@@ -8,9 +8,11 @@ of another identity, scope or token sequence is left out, with its reason. Limit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 import msgspec
 
@@ -18,15 +20,24 @@ from function_runtime.engine_like import KvRun, RestoredKv
 from function_runtime.errors import KvError
 from function_runtime.kv.arrival import Arrival, ArrivingChunk, ChunkState
 from function_runtime.kv.chunk import ChunkHead
-from function_runtime.kv.fetch import Fetch, Wanted, spans
+from function_runtime.kv.fetch import Fetch, Wanted
 from function_runtime.kv.forms import flight_identity, identity_of, known_form
 from function_runtime.kv.identity import Chain, KvIdentity
-from function_runtime.kv.plan import Candidate, Known, Plan, plan
+from function_runtime.kv.plan import MAX_DEADLINE_S, Candidate, Known, Plan, plan
 from function_runtime.kv.sealing import ChunkSeal
-from function_runtime.kv.speeds import Speeds
+from function_runtime.kv.speeds import Measured, Speeds
+from function_runtime.kv.steering import Steering
+from function_runtime.kv.supply import SPAN_BYTES, Item, Order, Supply
 from function_runtime.passes import NONE, recorded, with_steps
 from function_runtime.protocol import KvChunk, Work
 from model_loader.objects import ObjectStore
+
+FAR_S: Final = 3600.0
+"""No deadline: what is late is computed."""
+MEASURED_LATELY_S: Final = 60.0
+PROBE_EVERY_S: Final = 1.0
+PROBE_LEAST_S: Final = 0.1
+"""What takes less is not worth looking whether it could be read faster."""
 
 
 def sequences(work: Work) -> list[tuple[int, ...]]:
@@ -75,27 +86,32 @@ class Reading:
         if not (self._paths[0] and self._paths[0][0].chunk.start == 0) and not self.outcome.misses:
             self.outcome.misses.append("no chunk begins at position 0")
         self._tried = {w.place for path in self._paths for w in path}
-        self.nbytes = 0
-        self.reads = 0
 
     @property
     def wanted(self) -> list[Wanted]:
         return [w for path in self._paths for w in path]
 
-    def plan(self, speeds: Speeds, engine: Capabilities) -> Plan:
+    def _known(self, engine: Capabilities) -> Known:
         work = self.work
-        longest = max(len(tokens) for tokens in sequences(work))
-        known = Known(
+        return Known(
             prompt=len(work.prompt),
-            total=longest,
+            total=max(len(tokens) for tokens in sequences(work)),
             boundaries=recorded(work.prefill_ends, work.begun.passes).boundaries() if work.prefill_ends else (),
             fast=work.fast and bool(work.produced),
             layers=engine.layers,
             pass_tokens=engine.pass_tokens,
             from_start=self._is_lossy,
         )
+
+    def plan(self, speeds: Speeds, engine: Capabilities) -> Plan:
         first = self._paths[0]
-        begins = {span.wanted[0].place for span in spans(first)}
+        begins = {id(w) for w in first[:1]}
+        span = 0
+        for before, w in itertools.pairwise(first):
+            span += before.chunk.nbytes
+            if before.chunk.pack != w.chunk.pack or span + w.chunk.nbytes > SPAN_BYTES:
+                begins.add(id(w))
+                span = 0
         others = [0] * len(first)
         for w in (w for path in self._paths[1:] for w in path):
             # Of use only with all of the first choice's up to there.
@@ -103,13 +119,13 @@ class Reading:
             if first:
                 others[place] += w.chunk.nbytes
         candidates = [
-            Candidate(w.chunk.start, w.chunk.end, w.chunk.nbytes + extra, int(w.place in begins))
+            Candidate(w.chunk.start, w.chunk.end, w.chunk.nbytes + extra, int(id(w) in begins))
             for w, extra in zip(first, others, strict=True)
         ]
-        return plan(known, candidates, speeds)
+        return plan(self._known(engine), candidates, speeds)
 
     def begin(self, chosen: Plan, store: ObjectStore, executor: Executor) -> Arrival:
-        """Begins the reads that the plan chose; at least one."""
+        """Begins the reads that the plan chose, all of them; at least one."""
         deadline_of = {(d.start, d.end): d.deadline_s for d in chosen.decisions if d.load}
         wanted = [w for w in self._paths[0] if (w.chunk.start, w.chunk.end) in deadline_of]
         deadlines = [deadline_of[w.chunk.start, w.chunk.end] for w in wanted]
@@ -117,27 +133,51 @@ class Reading:
             latest = max(deadlines)
             rest = [w for path in self._paths[1:] for w in path]
             wanted, deadlines = [*wanted, *rest], [*deadlines, *(latest for _ in rest)]
-        return self._fetch(wanted, deadlines, store, executor, chosen.pieces, chosen.start > 0, chosen.reason)
+        order = Order.LAYERS if chosen.pieces > 1 else Order.BACK if chosen.start else Order.FRONT
+        fetch = self._fetch(store, executor, None)
+        return fetch.begin(
+            wanted, deadlines, order=order, pieces=chosen.pieces, reason=chosen.reason, other=self._instead
+        )
 
     def begin_all(self, within_s: float, store: ObjectStore, executor: Executor) -> Arrival:
         wanted = self.wanted
-        return self._fetch(wanted, [within_s] * len(wanted), store, executor, 1, False, "")
+        fetch = self._fetch(store, executor, None)
+        return fetch.begin(wanted, [within_s] * len(wanted), other=self._instead)
 
-    def _fetch(
-        self,
-        wanted: Sequence[Wanted],
-        deadlines_s: Sequence[float],
-        store: ObjectStore,
-        executor: Executor,
-        pieces: int,
-        from_back: bool,
-        reason: str,
-    ) -> Arrival:
-        self.nbytes = sum(w.chunk.nbytes for w in wanted)
-        self.reads = len(spans(wanted)) if pieces == 1 else len(wanted) * pieces
+    def begin_steered(
+        self, chosen: Plan, measured: Measured, engine: Capabilities, store: ObjectStore, executor: Executor
+    ) -> Arrival | None:
+        """Begins with what the plan says, and goes on as it turns out. Where the plan is to read nothing, one range is
+        read all the same if the store has not been measured for a while; None: not even that."""
+        if not self._paths[0] or not (chosen.loads or self._may_probe(chosen, measured)):
+            return None
+        known = self._known(engine)
+        wanted = self.wanted
+        largest = max(w.chunk.nbytes for w in wanted)
+        pieces = min(max(chosen.pieces, -(-largest // SPAN_BYTES)), engine.layers)
+        from_front = chosen.must or known.from_start
+        order = Order.LAYERS if chosen.pieces > 1 else Order.FRONT if from_front else Order.BACK
+
+        def speeds() -> Speeds:
+            return measured.speeds
+
+        def steer(items: Sequence[Item]) -> Steering:
+            supply = Supply(items, order, speeds, is_known=measured.read_ago_s < MEASURED_LATELY_S)
+            return Steering(supply, known, speeds, must=chosen.must, probes=not chosen.loads)
+
+        fetch = self._fetch(store, executor, lambda nbytes, seconds: measured.read(nbytes, 1, seconds))
+        within_s = MAX_DEADLINE_S if chosen.must else FAR_S
+        return fetch.begin(
+            wanted, [within_s] * len(wanted), order=order,
+            pieces=pieces, reason=chosen.reason, other=self._instead, steer=steer,
+        )  # fmt: skip
+
+    def _may_probe(self, chosen: Plan, measured: Measured) -> bool:
+        return chosen.recompute_s > PROBE_LEAST_S and measured.read_ago_s > PROBE_EVERY_S
+
+    def _fetch(self, store: ObjectStore, executor: Executor, took: Callable[[float, float], None] | None) -> Fetch:
         seal = ChunkSeal(self.work.kv_key)
-        fetch = Fetch(store, executor, lambda chunk, why: self.outcome.bad.append((chunk, why)), seal)
-        return fetch.begin(wanted, deadlines_s, pieces=pieces, from_back=from_back, reason=reason, other=self._instead)
+        return Fetch(store, executor, lambda chunk, why: self.outcome.bad.append((chunk, why)), seal, took)
 
     def _instead(self, failed: KvChunk) -> Wanted | None:
         own = [

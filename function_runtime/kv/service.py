@@ -185,8 +185,7 @@ class DurableKv:
             else:
                 chosen = reading.plan(self.measured.speeds, self._engine)
                 detail = "; ".join(filter(None, (outcome.detail, chosen.reason)))
-                if chosen.loads:
-                    arrival = reading.begin(chosen, self._store(), self._readers)
+                arrival = reading.begin_steered(chosen, self.measured, self._engine, self._store(), self._readers)
             if arrival is not None:
                 arrival.reason = detail
                 arrival.is_sampled = self._chance.random() < self._settings.shadow_share
@@ -204,10 +203,10 @@ class DurableKv:
 
     def _follow(self, held: HeldRequest, reading: Reading, arrival: Arrival) -> None:
         """The engine has the arrival as soon as it can do anything with it; returns when nothing more will come."""
-        begin_s = time.monotonic()
         given = False
         while True:
-            if not given and (arrival.begins_at > 0 or arrival.first_layer_is_here or arrival.resolved):
+            at_once = arrival.steering is not None or arrival.begins_at > 0
+            if not given and (at_once or arrival.first_layer_is_here or arrival.resolved):
                 given = True
                 self._inbox.post(lambda: self._serving().kv_read(held, KvRead(arrival, 0)))
             if arrival.resolved or arrival.abandoned:
@@ -217,8 +216,6 @@ class DurableKv:
                 break
             arrival.wait(1.0)
         reading.conclude(arrival)
-        if arrival.is_sound_throughout and reading.nbytes:
-            self.measured.read(reading.nbytes, reading.reads, time.monotonic() - begin_s)
 
     def found(self, held: HeldRequest, sound: list[KvChunk], bad: list[tuple[KvChunk, str]]) -> None:
         """What a read came to. Sound chunks are counted on from here on, and named again if the index spoke of them:

@@ -9,10 +9,11 @@ process; a store that changes is noticed after a few reads.
 
 from __future__ import annotations
 
-import json
+import math
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -22,7 +23,7 @@ from function_runtime.kv.fit import Fit
 
 Amount: TypeAlias = int | float | NDArray[np.int64] | NDArray[np.float64]
 
-_TYPICAL_READS: Final = ((1.0, 1e5), (1.0, 1e7), (4.0, 1e8))
+TYPICAL_READS: Final = ((1.0, 1e5), (1.0, 1e7), (4.0, 1e8))
 READERS: Final = 8
 """Reads that go at once."""
 
@@ -75,15 +76,35 @@ class Measured:
 
     def __init__(self, prior: Speeds = PRIOR) -> None:
         self._lock = threading.Lock()
+        self._read_at_s = -math.inf
+        self.after_read: Callable[[], None] | None = None
+        """Called in the reader's thread."""
+        self._begin(prior)
+
+    def _begin(self, prior: Speeds) -> None:
         self._prior = prior
         self._prefill = Fit(prior.prefill_s, prior.prefill_position_s, ((512, 512**2 / 2), (512, 512 * 4096)))
         self._decode = Fit(prior.decode_s, prior.decode_position_s, ((1, 128), (1, 4096)))
-        self._reading = Fit(prior.latency_s, 1 / prior.bytes_per_s, _TYPICAL_READS)
+        self._reading = Fit(prior.latency_s, 1 / prior.bytes_per_s, TYPICAL_READS)
 
     def expect_store(self, latency_s: float, bytes_per_s: float) -> None:
         """What reading is thought to cost before it is measured."""
         with self._lock:
-            self._reading = Fit(latency_s, 1 / bytes_per_s, _TYPICAL_READS)
+            self._reading = Fit(latency_s, 1 / bytes_per_s, TYPICAL_READS)
+
+    def expect(self, speeds: Speeds) -> None:
+        """What another replica has measured; this one has nothing yet."""
+        with self._lock:
+            self._begin(speeds)
+
+    @property
+    def has_read(self) -> bool:
+        return self._reading.count > 0
+
+    @property
+    def has_computed(self) -> bool:
+        """Both prefill and decode."""
+        return self._prefill.count > 0 and self._decode.count > 0
 
     def prefilled(self, start: int, end: int, seconds: float) -> None:
         self._take(self._prefill, end - start, (end**2 - start**2) / 2, seconds)
@@ -91,8 +112,17 @@ class Measured:
     def decoded(self, position: int, seconds: float) -> None:
         self._take(self._decode, 1, position, seconds)
 
-    def read(self, nbytes: int, reads: int, seconds: float) -> None:
+    def read(self, nbytes: float, reads: int, seconds: float) -> None:
+        """`nbytes`: all that came meanwhile."""
         self._take(self._reading, -(-reads // self._prior.parallel), nbytes, seconds)
+        self._read_at_s = time.monotonic()
+        if self.after_read is not None:
+            self.after_read()
+
+    @property
+    def read_ago_s(self) -> float:
+        """Since the store was last measured."""
+        return time.monotonic() - self._read_at_s
 
     def _take(self, fit: Fit, first: float, second: float, seconds: float) -> None:
         with self._lock:
@@ -113,32 +143,3 @@ class Measured:
             latency_s=latency_s,
             bytes_per_s=1 / max(byte_s, 1e-15),
         )
-
-
-def load_speeds(path: Path, prior: Speeds = PRIOR) -> Speeds:
-    """What an earlier replica of the same kind measured here, or the prior."""
-    try:
-        values = json.loads(path.read_text())
-        found = Speeds(
-            prefill_s=float(values["prefill_s"]),
-            prefill_position_s=float(values["prefill_position_s"]),
-            decode_s=float(values["decode_s"]),
-            decode_position_s=float(values["decode_position_s"]),
-            latency_s=float(values["latency_s"]),
-            bytes_per_s=float(values["bytes_per_s"]),
-            parallel=prior.parallel,
-        )
-        sound = all(np.isfinite(v) and 0 <= v < 1e15 for v in (getattr(found, n) for n in Speeds.__slots__))
-    except (OSError, ValueError, TypeError, KeyError):
-        return prior
-    return found if sound and found.bytes_per_s > 0 else prior
-
-
-def save_speeds(path: Path, speeds: Speeds) -> None:
-    """Whole or not at all; a place that cannot be written to costs only the next replica's first guess."""
-    temporary = path.with_suffix(".tmp")
-    try:
-        temporary.write_text(json.dumps({name: getattr(speeds, name) for name in Speeds.__slots__}))
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)

@@ -1,7 +1,10 @@
 """Seconds to the next token of a resumed request: its KV loaded, recomputed, and what the plan chose of the two.
 
 One engine in this process, SmolLM2, float32: a request is computed once and its KV stored; then it is taken up again
-after four tokens, from a directory and from S3, each throttled in steps until recomputing wins. Beside it a table of
+after four tokens, from a directory and from S3, each throttled in steps (bandwidth, and time to each first byte) until
+recomputing wins. `load` reads everything at once and computes nothing of it; `recompute` reads nothing. What the plan
+chose is shown twice: `first`, the first resume after the store has changed, when its speed is thought to be that of the
+step before (at the very first step: nothing was measured); `later`, the resumes after that one. Beside it a table of
 what the same plan says of an H200, from given speeds. Limits: the store's throttle is the only thing that differs
 between steps; other work on the machine is in the figures.
 """
@@ -25,12 +28,12 @@ from torch import uint8
 from function_runtime.engine.engine import Engine
 from function_runtime.kv.arrival import Arrival
 from function_runtime.kv.chunk import ChunkHead, encode_chunk
-from function_runtime.kv.fetch import SPAN_BYTES
 from function_runtime.kv.identity import Chain, KvIdentity
 from function_runtime.kv.pack import build_pack
 from function_runtime.kv.plan import MAX_DEADLINE_S, Candidate, Decision, Known, Plan, plan
 from function_runtime.kv.reader import Capabilities, Reading
 from function_runtime.kv.speeds import DIRECTORY_PRIOR, READERS, REMOTE_PRIOR, Speeds
+from function_runtime.kv.supply import SPAN_BYTES
 from function_runtime.protocol import KvChunk, Work
 from model_loader.objects import DirectoryStore, ObjectStore, open_store
 from tests.benchmarks import report
@@ -41,7 +44,8 @@ SCOPE = "bench"
 AFTER_TOKENS = 4
 WORSE_AT_MOST = 1.10
 NOISE_S = 0.05
-"""Below this, differences are those of a busy machine."""
+TINY_S = 0.5
+"""Where the better of the two takes less than this, `NOISE_S` more is no difference: it is that of a busy machine."""
 PACK_BYTES = 16 * 1024 * 1024
 CHUNK_TOKENS = 32
 
@@ -78,10 +82,13 @@ class Step:
 
     @property
     def name(self) -> str:
-        return f"{self.megabytes_per_s:g} MB/s" if self.megabytes_per_s else "unthrottled"
+        speed = f"{self.megabytes_per_s:g} MB/s" if self.megabytes_per_s else "unthrottled"
+        return f"{speed}, {self.delay_s * 1e3:g} ms" if self.delay_s else speed
 
 
-STEPS = (Step(0, 0.0), Step(100, 0.005), Step(30, 0.02), Step(8, 0.05))
+STEPS = (Step(0, 0.0), Step(100, 0.005), Step(30, 0.02), Step(8, 0.05), Step(0, 0.25))
+QUICK_STEPS = (Step(0, 0.0), Step(30, 0.02), Step(8, 0.05), Step(0, 0.25))
+LONGEST_LOAD_S = 60.0
 
 
 @dataclass
@@ -186,14 +193,16 @@ def resume(
     arrival: Arrival | None = None
     chosen: Plan | None = None
     reading = Reading(stored.work, identity)
-    if bench is not None and how != "recompute":
-        chosen = reading.plan(engine.measured.speeds, Capabilities(engine.kv_layout.num_layers))
-        if how == "load":
-            path = [w.chunk for w in reading.wanted]
-            decisions = tuple(Decision(c.start, c.end, True, 600.0) for c in path)
-            chosen = replace(chosen, start=0, end=path[-1].end, pieces=1, decisions=decisions)
-        if chosen.loads:
-            arrival = reading.begin(chosen, bench.store, readers)
+    capabilities = Capabilities(engine.kv_layout.num_layers)
+    if bench is not None and how == "load":
+        path = [w.chunk for w in reading.wanted]
+        chosen = reading.plan(engine.measured.speeds, capabilities)
+        decisions = tuple(Decision(c.start, c.end, True, 600.0) for c in path)
+        chosen = replace(chosen, start=0, end=path[-1].end, pieces=1, decisions=decisions)
+        arrival = reading.begin(chosen, bench.store, readers)
+    elif bench is not None and how == "choose":
+        chosen = reading.plan(engine.measured.speeds, capabilities)
+        arrival = reading.begin_steered(chosen, engine.measured, capabilities, bench.store, readers)
     engine.submit(stored.work, arrival)
     loaded, token = 0, None
     while token is None:
@@ -207,14 +216,11 @@ def resume(
         engine.step()
     if token != stored.next_token:
         raise AssertionError(f"{how}: token {token} where {stored.next_token} was generated the first time")
-    if arrival is not None and arrival.is_sound_throughout:
-        engine.measured.read(reading.nbytes, reading.reads, arrival.took_us / 1e6)
-    return Took(seconds, reading.nbytes if arrival is not None else 0, loaded, chosen)
+    return Took(seconds, arrival.read_bytes if arrival is not None else 0, loaded, chosen)
 
 
 def measure(quick: bool) -> list[dict[str, Any]]:
     contexts = (256, 1024) if quick else (256, 1024, 4096, 8000)
-    steps = (STEPS[0], STEPS[2], STEPS[3]) if quick else STEPS
     results: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stoker-bench-")))
@@ -226,41 +232,55 @@ def measure(quick: bool) -> list[dict[str, Any]]:
         )
         identity = KvIdentity(checkpoint.manifest.identity, engine.kv_layout, "bench", "bench")
         for context in contexts:
-            tries = 3 if context <= 1024 else 1
+            tries = 2 if quick or context > 4096 else 3
             report.console.print(f"{context} tokens")
             stored = compute_once(engine, checkpoint.prompt(context), identity, benches)
             again = [resume(engine, stored, identity, None, readers, "recompute") for _ in range(tries)]
             recompute_s = report.median(took.seconds for took in again)
             for bench in benches:
-                for step in steps:
+                engine.measured.expect_store(*bench.prior)
+                for step in QUICK_STEPS if quick else STEPS:
                     bench.throttle(step)
-                    engine.measured.expect_store(*bench.prior)
-                    if step.megabytes_per_s and sum(c.nbytes for c in stored.work.kv) > 25e6 * step.megabytes_per_s:
+                    nbytes = sum(c.nbytes for c in stored.work.kv)
+                    if step.megabytes_per_s and nbytes / 1e6 / step.megabytes_per_s > LONGEST_LOAD_S:
                         continue  # longer than anybody would wait, here or there
-                    load = [resume(engine, stored, identity, bench, readers, "load") for _ in range(tries)]
-                    chose = [resume(engine, stored, identity, bench, readers, "choose") for _ in range(tries)]
-                    load_s, chose_s = (report.median(t.seconds for t in took) for took in (load, chose))
-                    found = chose[-1].plan
-                    seconds = f"load {load_s:.2f} s, recompute {recompute_s:.2f} s, chosen {chose_s:.2f} s"
-                    report.console.print(f"{context} {bench.name} {step.name}: {seconds} ({_name(found)})")
-                    best_s = min(load_s, recompute_s)
-                    results.append(
-                        {
-                            "context": context,
-                            "store": bench.name,
-                            "throttle": step.name,
-                            "load_s": load_s,
-                            "recompute_s": recompute_s,
-                            "chosen_s": chose_s,
-                            "chosen": _name(found),
-                            "predicted_s": found.predicted_s if found is not None else 0.0,
-                            "load_bytes": load[-1].nbytes,
-                            "chosen_bytes": chose[-1].nbytes,
-                            "chosen_loaded_tokens": chose[-1].loaded_tokens,
-                            "within": chose_s <= max(best_s * WORSE_AT_MOST, best_s + NOISE_S),
-                        }
-                    )
+                    # What takes long differs little from time to time.
+                    loads = tries if nbytes / 1e6 < 10 * (step.megabytes_per_s or 1e3) else 1
+                    load = [resume(engine, stored, identity, bench, readers, "load") for _ in range(loads)]
+                    chose = [resume(engine, stored, identity, bench, readers, "choose") for _ in range(1 + tries)]
+                    results.append(_result(context, bench, step, load, recompute_s, chose))
     return results
+
+
+def _result(
+    context: int, bench: Bench, step: Step, load: Sequence[Took], recompute_s: float, chose: Sequence[Took]
+) -> dict[str, Any]:
+    load_s, later_s = report.median(t.seconds for t in load), report.median(t.seconds for t in chose[1:])
+    first, last = chose[0], chose[-1]
+    best_s = min(load_s, recompute_s)
+    most_s = best_s * WORSE_AT_MOST
+    if best_s < TINY_S:
+        most_s = max(most_s, best_s + NOISE_S)
+    seconds = f"load {load_s:.2f} s, recompute {recompute_s:.2f} s, first {first.seconds:.2f} s, later {later_s:.2f} s"
+    report.console.print(
+        f"{context} {bench.name} {step.name}: {seconds} ({_name(last.plan)}, {last.loaded_tokens} tokens loaded)"
+    )
+    return {
+        "context": context,
+        "store": bench.name,
+        "throttle": step.name,
+        "load_s": load_s,
+        "recompute_s": recompute_s,
+        "first_s": first.seconds,
+        "later_s": later_s,
+        "chosen": _name(last.plan),
+        "predicted_s": last.plan.predicted_s if last.plan is not None else 0.0,
+        "load_bytes": load[-1].nbytes,
+        "chosen_bytes": last.nbytes,
+        "chosen_loaded_tokens": last.loaded_tokens,
+        "first_within": first.seconds <= most_s,
+        "within": later_s <= most_s,
+    }
 
 
 def _name(found: Plan | None) -> str:
@@ -339,21 +359,29 @@ def main(quick: bool) -> bool:
         [list(row.values()) for row in given],
     )
     results = measure(quick)
-    columns = ["context", "store", "throttle", "load s", "recompute s", "chosen s", "chosen", "predicted s"]
-    columns += ["bytes of a load", "bytes chosen", "tokens loaded", "within 10 %"]
+    columns = ["context", "store", "throttle", "load s", "recompute s", "first s", "later s", "planned", "predicted s"]
+    columns += ["bytes of a load", "bytes chosen", "tokens loaded", "first within 10 %", "later within 10 %"]
     report.table(
         "Seconds to the next token of a resumed request, SmolLM2", columns, [list(r.values()) for r in results]
     )
     report.save("resume", {"results": results, "given_speeds": given, "deadline_s": MAX_DEADLINE_S})
     missed = [r for r in results if not r["within"]]
-    load_wins = any(r["load_s"] < r["recompute_s"] for r in results)
-    recompute_wins = any(r["recompute_s"] < r["load_s"] for r in results)
+    missed_first = [r for r in results if not r["first_within"]]
+    names = {r["store"] for r in results}
+    load_wins = {r["store"] for r in results if r["load_s"] < r["recompute_s"]}
+    recompute_wins = {r["store"] for r in results if r["recompute_s"] < r["load_s"]}
+    report.verdict(
+        "so is the first resume after the store has changed (not asked for)",
+        not missed_first,
+        f"{len(results) - len(missed_first)} of {len(results)}",
+    )
     holds = report.verdict(
-        "the choice at most 10 % (or 50 ms) worse than the better of the two",
+        "the choice at most 10 % worse than the better of the two (50 ms where that takes less than 0.5 s)",
         not missed,
         f"{len(results) - len(missed)} of {len(results)}",
     )
-    both = report.verdict("each of the two wins somewhere", load_wins and recompute_wins, "")
+    wins = load_wins == recompute_wins == names
+    both = report.verdict("each of the two wins somewhere, from each store", wins, "")
     return holds and both
 
 

@@ -5,17 +5,24 @@ Whatever happens to it, a request goes on byte for byte as the undisturbed run.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from function_runtime.engine.engine import Engine
 from function_runtime.engine.output import Admitted, StepOutput
+from function_runtime.engine.restoring import Race
 from function_runtime.engine.shadow import Doubt
 from function_runtime.kv.arrival import Arrival, ArrivingChunk
+from function_runtime.kv.plan import Known
+from function_runtime.kv.speeds import PRIOR
+from function_runtime.kv.steering import Steering
+from function_runtime.kv.supply import Item, Order, Supply
 from function_runtime.protocol import KvChunk, TokenEvent, Work
 from tests.function_runtime.engine.support import Checkpoint, Driver, Transcript, make_work, run_one
 
@@ -204,6 +211,59 @@ def test_the_beginning_is_computed_while_the_rest_is_read(llama2: Checkpoint, na
     (admitted,) = driver.admitted
     assert admitted.exact and admitted.loaded_tokens >= PROMPT_TOKENS - 40
     assert admitted.recomputed_tokens >= 40
+
+
+def steering(latency_s: float, clock: Callable[[], float] = time.monotonic) -> Steering:
+    """Of the prompt's chunks, still to be read from a store of this latency."""
+    speeds = replace(PRIOR, latency_s=latency_s)
+    items = [Item(i, 0, start, start + 32, "p", start, (0, 1000)) for i, start in enumerate((0, 32))]
+    known = Known(prompt=PROMPT_TOKENS, total=PROMPT_TOKENS + 11, boundaries=(0, 20, 40, 60, 75), layers=LAYERS)
+    return Steering(Supply(items, Order.BACK, lambda: speeds), known, lambda: speeds, clock=clock)
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_a_pass_that_is_overtaken_by_what_it_computes_is_given_up(
+    llama2: Checkpoint, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = undisturbed(llama2, name)
+    work = resumption(llama2, first, name, 11)
+    arriving = Arriving(first, work)
+    arriving.arrival.steering = steering(100.0)
+    begun: list[int] = []
+    look = Race.__call__
+
+    def all_comes_in_the_second_pass(race: Race, layer: int) -> None:
+        begun.append(layer)
+        if begun.count(0) == 2:
+            arriving.sound()
+        look(race, layer)
+
+    monkeypatch.setattr(Race, "__call__", all_comes_in_the_second_pass)
+    driver = Watching(llama2.engine(**OPTIONS))
+    transcript = driver.submit(work, arriving.arrival)  # type: ignore[arg-type]
+    driver.run()
+    assert begun == [0, 1, 0], "the second pass ended at its first layer, and there was no third"
+    assert first.events[:11] + transcript.events == first.events
+    (admitted,) = driver.admitted
+    assert admitted.exact and admitted.loaded_tokens >= PROMPT_TOKENS - 20
+    assert driver.engine.stats.kv_used_blocks == 0
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_what_is_late_is_waited_for_a_little_and_then_computed(llama2: Checkpoint, name: str) -> None:
+    first = undisturbed(llama2, name)
+    work = resumption(llama2, first, name, 11)
+    arriving = Arriving(first, work)
+    ticks = itertools.count()
+    arriving.arrival.steering = steering(1e-6, lambda: next(ticks) * 1e-5)
+    driver = Watching(llama2.engine(**OPTIONS))
+    transcript = driver.submit(work, arriving.arrival)  # type: ignore[arg-type]
+    driver.step()
+    assert not transcript.events and not arriving.arrival.abandoned, "it would be here in no time"
+    driver.run()
+    assert first.events[:11] + transcript.events == first.events
+    assert driver.admitted[0].loaded_tokens == 0 and driver.admitted[0].exact
+    assert arriving.arrival.abandoned
 
 
 def test_others_go_on_while_one_waits_for_its_kv(llama2: Checkpoint) -> None:

@@ -14,11 +14,10 @@ import pytest
 
 from function_runtime.kv import fetch
 from function_runtime.kv.arrival import Arrival, ArrivalFailed, ChunkState
-from function_runtime.kv.fetch import spans
 from function_runtime.kv.memory import ReadMemory
 from function_runtime.kv.plan import Decision, Plan
 from function_runtime.kv.reader import Capabilities, Reading
-from function_runtime.kv.speeds import PRIOR
+from function_runtime.kv.speeds import PRIOR, Measured
 from model_loader.objects import DirectoryStore
 from tests.function_runtime.kv.test_chunks import IDENTITY, LAYOUT
 from tests.function_runtime.kv.test_writing_and_reading import Stored, request
@@ -68,7 +67,6 @@ def three(stored: Stored) -> Reading:
 
 def test_neighbours_are_read_as_one(stored: Stored) -> None:
     reading = three(stored)
-    assert [len(span.wanted) for span in spans(reading.wanted)] == [3]
     store = Watched(stored.store.root)
     with ThreadPoolExecutor(1) as executor:
         arrival = reading.begin(everything(reading), store, executor)
@@ -100,7 +98,7 @@ def test_the_back_is_read_first_where_the_front_is_computed(stored: Stored) -> N
     with ThreadPoolExecutor(1) as executor:
         arrival = reading.begin(everything(reading, start=16), store, executor)
         wait(arrival)
-    assert [chunk.start for chunk in arrival.chunks] == [32, 16]
+    assert [offset for offset, _ in store.ranges] == [c.record.offset for c in reversed(arrival.chunks)]
     assert arrival.begins_at == 16 and arrival.reach(0, 16) == 48 and not arrival.layered
 
 
@@ -186,3 +184,25 @@ def test_memory_is_free_as_soon_as_the_arrival_is_let_go(
         assert memory._idle_bytes > 0, "a cycle holds it until the collector comes by"
     finally:
         gc.enable()
+
+
+def test_a_store_that_is_faster_than_was_thought_is_noticed_by_reading_a_little_of_it(stored: Stored) -> None:
+    reading = three(stored)
+    capabilities = Capabilities(LAYOUT.num_layers)
+    thought_slow = Measured(replace(PRIOR, latency_s=60.0, prefill_s=1.0))
+    chosen = reading.plan(thought_slow.speeds, capabilities)
+    assert not chosen.loads
+    with ThreadPoolExecutor(2) as executor:
+        arrival = reading.begin_steered(chosen, thought_slow, capabilities, stored.store, executor)
+        assert arrival is not None
+        wait(arrival)
+        assert arrival.is_sound_throughout and thought_slow.has_read
+        assert thought_slow.speeds.latency_s < 60.0
+        # Just measured, and again not worth it: not even a little is read.
+        very_slow = replace(chosen, recompute_s=0.01)
+        assert three_again(stored).begin_steered(very_slow, Measured(), capabilities, stored.store, executor) is None
+        assert three_again(stored).begin_steered(chosen, thought_slow, capabilities, stored.store, executor) is None
+
+
+def three_again(stored: Stored) -> Reading:
+    return Reading(request(stored.chunks()), IDENTITY)

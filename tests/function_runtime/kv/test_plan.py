@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from function_runtime.kv.plan import MAX_DEADLINE_S, Candidate, Costs, Known, Plan, plan
-from function_runtime.kv.speeds import PRIOR, Speeds, load_speeds, save_speeds
+from function_runtime.kv.speeds import PRIOR, Speeds
 
 CHUNK_BYTES = 32 * 46080
 
@@ -139,14 +138,3 @@ def test_the_plan_is_never_predicted_to_be_worse_than_the_better_of_the_two(data
         assert all(a[1] == b[0] for a, b in itertools.pairwise(runs)), "a gapless run"
         assert found.start <= prompt
         assert all(0 < d.deadline_s <= MAX_DEADLINE_S for d in found.decisions if d.load)
-
-
-def test_speeds_are_kept_for_the_next_replica_and_doubted(tmp_path: Path) -> None:
-    place = tmp_path / "speeds.json"
-    assert load_speeds(place) == PRIOR
-    save_speeds(place, speeds(latency_s=0.5))
-    assert load_speeds(place) == speeds(latency_s=0.5)
-    for damage in ("", "[]", '{"prefill_s": "x"}', place.read_text().replace("0.5", "-1"), "{}"):
-        place.write_text(damage)
-        assert load_speeds(place) == PRIOR
-    save_speeds(tmp_path / "missing" / "speeds.json", PRIOR)
