@@ -323,6 +323,16 @@ def cast_values(values: NDArray[np.float32], dtype: str, name: str) -> NDArray[A
     return result
 
 
+def current_manifest(path: Path) -> Manifest:
+    """As `importer.load_current`, which takes its import only for a manifest of an earlier version."""
+    manifest = Manifest.load(path)
+    if manifest.version == MANIFEST_VERSION:
+        return manifest
+    from model_loader.importer import load_current
+
+    return load_current(path)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="model_loader.recipe", description="Prepare an imported checkpoint.")
     parser.add_argument("manifest", type=Path)
@@ -334,11 +344,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
 
     def work(report: Callable[[Progress], None]) -> dict[str, object]:
-        manifest = Manifest.load(given.manifest)
-        if manifest.version != MANIFEST_VERSION:
-            from model_loader.importer import load_current
-
-            manifest = load_current(given.manifest)
+        manifest = current_manifest(given.manifest)
         stats = prepare(
             manifest, given.dtype, given.out, report, threads=given.threads, durable=given.durable,
             recycle=given.recycle,

@@ -20,9 +20,10 @@ import msgspec
 from aiohttp import web
 
 from function_runtime import process
+from function_runtime.agent.events import log
 from function_runtime.agent.pool import Pool, Tiers
 from function_runtime.agent.server import AgentServer
-from function_runtime.agent.slot import Slot, log
+from function_runtime.agent.slot import Slot
 from function_runtime.agent.watch import Watch
 from function_runtime.protocol import AgentInfo
 

@@ -5,6 +5,8 @@ and connects again, beginning with the whole state.
 from __future__ import annotations
 
 import asyncio
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -37,3 +39,8 @@ class EventHub:
             yield queue
         finally:
             self._queues.discard(queue)
+
+
+def log(text: str) -> None:
+    """A line of the agent's log."""
+    print(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}", file=sys.stderr, flush=True)

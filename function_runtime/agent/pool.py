@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ import msgspec
 from function_runtime import process
 from function_runtime.agent.checkpoints import Checkpoint
 from function_runtime.agent.children import Children
+from function_runtime.agent.events import log
 from function_runtime.errors import LoadError, PoolEntryInUse, PoolEntryUnknown
 from function_runtime.protocol import LoadTotals, Peer, PoolEntry, ReplicaSpec
 from model_loader.errors import LoaderError, error_from_code
@@ -38,10 +38,6 @@ from model_loader.ranges.peer import PeerAddress
 _HALF_TYPES: Final = ("float16", "bfloat16")
 _MAX_LINE_BYTES: Final = 1 << 20
 _KEEP_NICE: Final = 15
-
-
-def log(text: str) -> None:
-    print(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def dtype_for(spec: ReplicaSpec) -> str:
@@ -209,9 +205,9 @@ class Pool:
         """Beside everything else, since nobody waits for it: a form that took long to make, kept where it is quicker
         had."""
         holder = f"keep-{secrets.token_hex(6)}"
-        if not self._pool.hold(form.pool_key, holder):
-            return
         try:
+            # The load that made it is not over before the pool has taken the form: this waits for that.
+            await self._pool.acquire(Path(form.manifest_path), form.dtype, holder)
             arguments = [form.out, "--keep", str(make_s)]
             told = await self._run(arguments, form.to_bytes(), lambda _: None, os.nice)
             log(f"form={form.pool_key} kept={told['kept']}")

@@ -13,7 +13,6 @@ import asyncio
 import os
 import secrets
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Final
 from function_runtime import process
 from function_runtime.agent.checkpoints import Checkpoint, Checkpoints
 from function_runtime.agent.children import Children
-from function_runtime.agent.events import EventHub
+from function_runtime.agent.events import EventHub, log
 from function_runtime.agent.memory import Baseline, sample
 from function_runtime.agent.replica import Replica
 from function_runtime.agent.worker_process import WorkerProcess
@@ -47,10 +46,6 @@ OpenPool = Callable[[Children, Callable[[], None]], Checkpoints]
 
 def _handed(checkpoint: Checkpoint) -> Prepared:
     return Prepared(checkpoint.path, checkpoint.arriving)
-
-
-def log(text: str) -> None:
-    print(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 class Slot:

@@ -15,7 +15,8 @@ import traceback
 from typing import Final
 
 from function_runtime import process
-from function_runtime.agent.slot import Slot, log
+from function_runtime.agent.events import log
+from function_runtime.agent.slot import Slot
 from function_runtime.agent.worker_process import WorkerProcess
 from function_runtime.errors import SlotError
 from function_runtime.protocol import STALLED_AFTER_S, ReplicaState, SlotEvent

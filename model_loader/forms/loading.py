@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Final
 
 from model_loader.disk_tier import DiskTier
-from model_loader.errors import IntegrityError, LoaderError, OutOfSpace, SourceMissing
+from model_loader.errors import LoaderError, OutOfSpace, SourceMissing
 from model_loader.forms.copying import copy_form
 from model_loader.forms.head import BodyOf, FormHead, form_name
 from model_loader.forms.kept import DiskForms, StoredForms, sweep_heads
@@ -36,7 +36,7 @@ from model_loader.prepared import PreparedFile
 from model_loader.progress import Progress, run_reporting
 from model_loader.ranges.peer import Peers, PeerSource
 from model_loader.ranges.source import RangeSource, ReadStats
-from model_loader.recipe import plan_form, prepare
+from model_loader.recipe import current_manifest, plan_form, prepare
 
 RATES_NAME: Final = ".rates.json"
 PARTLY: Final = 0.5
@@ -56,7 +56,7 @@ class Loaded:
 
 def load_form(order: FormOrder, progress: ProgressCallback | None = None) -> Loaded:
     """Writes the form that is wanted to `order.out`. Raises what making it raised, if nothing else worked either."""
-    manifest = Manifest.load(Path(order.manifest_path))
+    manifest = current_manifest(Path(order.manifest_path))
     out = Path(order.out)
     rates = Rates(out.parent / RATES_NAME)
     name = form_name(manifest.identity, recipe_name(order.dtype))
@@ -95,6 +95,7 @@ def keep_form(order: FormOrder, make_s: float) -> dict[str, int]:
         tier = DiskTier(Path(order.disk), order.disk_bytes)
         if DiskForms(tier).keep(form):
             kept["disk"] = form.nbytes
+        tier.sweep()
         sweep_heads(tier)
     if order.store and is_worth_keeping(make_s, rates.seconds("store", form.nbytes)):
         from model_loader.objects import open_store
@@ -203,8 +204,6 @@ def main(arguments: list[str] | None = None) -> int:
 
     return run_reporting(work)
 
-
-__all__ = ["FormOrder", "IntegrityError", "Loaded", "keep_form", "load_form", "main"]
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -128,7 +128,9 @@ def test_a_template_killed_while_it_imports_is_started_again(
 
 
 def preparation_of(agent: AgentProcess) -> psutil.Process:
-    found = wait_for(lambda: [p for p in agent.family() if "model_loader.forms.loading" in p.cmdline()], 10, "a preparation")
+    found = wait_for(
+        lambda: [p for p in agent.family() if "model_loader.forms.loading" in p.cmdline()], 10, "a preparation"
+    )
     return found[0]
 
 

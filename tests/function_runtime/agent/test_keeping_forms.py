@@ -1,0 +1,51 @@
+"""A form that took long to make is kept below the pool, once the pool has it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from function_runtime.agent.children import Children
+from function_runtime.agent.pool import Pool, Tiers
+from model_loader.forms.order import FormOrder
+from model_loader.importer import import_model
+from model_loader.manifest import Manifest
+from model_loader.recipe import prepare
+from tests.support.checkpoints import make_tiny_llama
+
+
+async def test_what_the_agent_made_is_given_to_the_tiers_while_it_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = import_model(f"file://{make_tiny_llama(tmp_path / 'tiny')}", tmp_path / "models")
+    kept: asyncio.Future[tuple[float, tuple[str, ...], bool]] = asyncio.get_running_loop().create_future()
+
+    async def run(pool: Pool, arguments: Sequence[str], said: bytes, *_: object) -> dict[str, Any]:
+        order = FormOrder.parse(said)
+        if "--keep" in arguments:
+            (entry,) = pool.entries()
+            kept.set_result((float(arguments[-1]), entry.holders, entry.state == "ready"))
+            return {"kept": {"disk": 1, "store": 0}}
+        await asyncio.to_thread(prepare, Manifest.load(Path(order.manifest_path)), order.dtype, Path(order.out))
+        return {
+            "origin": "make",
+            "seconds": 7.0,
+            "read_bytes": {},
+            "chunks": 1,
+            "bad_chunks": 0,
+            "retries": 0,
+            "tried": [],
+        }
+
+    monkeypatch.setattr(Pool, "_run", run)
+    pool = Pool(tmp_path / "pool", 1 << 30, Children(), lambda: None, Tiers(tmp_path / "chunks", 1 << 20))
+    await pool.open()
+    await pool.warm(str(manifest.path), "float32")
+    seconds, holders, is_there = await asyncio.wait_for(kept, 30)
+    assert (seconds, is_there) == (7.0, True)
+    assert [holder.partition("-")[0] for holder in holders if not holder.startswith("warm-")] == ["keep"]
+    await pool.close()
