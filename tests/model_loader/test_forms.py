@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from model_loader.prepared import PreparedFile
 from model_loader.progress import Progress
 from model_loader.ranges.peer import AVOID_S, PeerAddress, Peers, PeerSource
 from model_loader.recipe import plan_form, prepare
+from tests.model_loader.test_manifest import as_version_1
 from tests.support.checkpoints import make_tiny_llama
 
 
@@ -361,3 +363,21 @@ def test_kept_forms_can_be_forgotten(form: PreparedFile, tmp_path: Path) -> None
     assert kept.head(name) is None and list(store.list("forms/")) == []
     disk = DiskForms(DiskTier(tmp_path / "disk", 1000))
     assert not disk.keep(form) and disk.head(name) is None
+
+
+def test_a_manifest_of_an_earlier_version_is_made_again_where_forms_are_loaded(tmp_path: Path) -> None:
+    manifest = import_model(f"file://{make_tiny_llama(tmp_path / 'tiny')}", tmp_path / "models")
+    as_version_1(manifest)
+    load_form(FormOrder(str(manifest.path), "float32", str(tmp_path / "f.prepared")))
+    assert Manifest.load(manifest.path) == manifest
+
+
+def test_keeping_a_form_removes_what_a_killed_writer_left_on_disk(order: FormOrder, tmp_path: Path) -> None:
+    order = replace(order, disk=str(tmp_path / "disk"), disk_bytes=1 << 30)
+    load_form(order)
+    half = tmp_path / "disk" / ("a" * 64) / ".0.chunk.abc123.tmp"
+    half.parent.mkdir(parents=True)
+    half.write_bytes(b"half")
+    os.utime(half, (0, 0))
+    keep_form(fast(order), 1000.0)
+    assert not half.exists()
