@@ -73,7 +73,7 @@ class Pool:
     ) -> None:
         self._children = children
         self._tiers = tiers
-        self._keeping: set[asyncio.Task[None]] = set()
+        self._keeping: dict[str, asyncio.Task[None]] = {}
         self.loads = LoadTotals()
         self._on_change = on_change
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -149,7 +149,14 @@ class Pool:
         )
 
     async def evict(self, key: str) -> int:
-        """Lets a form go; gives its bytes. Raises `PoolEntryUnknown` and `PoolEntryInUse`."""
+        """Lets a form go; gives its bytes. Raises `PoolEntryUnknown` and `PoolEntryInUse`.
+
+        What is only being kept in a lower tier is used by nobody: that ends with it.
+        """
+        keeping = self._keeping.get(key)
+        if keeping is not None:
+            keeping.cancel()
+            await asyncio.wait({keeping})
         entry = self._pool.find(key)
         if entry is None or entry.state is EntryState.ABSENT:
             raise PoolEntryUnknown(f"the pool holds nothing under {key!r}")
@@ -171,9 +178,10 @@ class Pool:
         if self._scan is not None:
             self._scan.cancel()
             await asyncio.gather(self._scan, return_exceptions=True)
-        for keeping in self._keeping:
-            keeping.cancel()
-        await asyncio.gather(*self._keeping, return_exceptions=True)
+        keeping = tuple(self._keeping.values())
+        for task in keeping:
+            task.cancel()
+        await asyncio.gather(*keeping, return_exceptions=True)
         await self._pool.close()
 
     async def _run_load(self, order: LoadOrder) -> LoadOutcome:
@@ -196,10 +204,19 @@ class Pool:
         log(f"form={order.out.stem} {outcome.describe()}")
         self.loads = _added(self.loads, outcome)
         if outcome.origin == "make" and (form.disk or form.store):
-            keeping = asyncio.create_task(self._keep(form, outcome.seconds), name=f"keep {order.out.stem}")
-            self._keeping.add(keeping)
-            keeping.add_done_callback(self._keeping.discard)
+            self._begin_keeping(form, outcome.seconds)
         return outcome
+
+    def _begin_keeping(self, form: FormOrder, make_s: float) -> None:
+        key = form.pool_key
+        keeping = asyncio.create_task(self._keep(form, make_s), name=f"keep {key}")
+        self._keeping[key] = keeping
+
+        def over(_: asyncio.Task[None]) -> None:
+            if self._keeping.get(key) is keeping:
+                del self._keeping[key]
+
+        keeping.add_done_callback(over)
 
     async def _keep(self, form: FormOrder, make_s: float) -> None:
         """Beside everything else, since nobody waits for it: a form that took long to make, kept where it is quicker

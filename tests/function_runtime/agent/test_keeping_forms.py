@@ -1,4 +1,5 @@
-"""A form that took long to make is kept below the pool, once the pool has it."""
+"""A form that took long to make is kept below the pool, once the pool has it; nobody waits for that, an eviction
+neither."""
 
 from __future__ import annotations
 
@@ -17,6 +18,16 @@ from model_loader.manifest import Manifest
 from model_loader.recipe import prepare
 from tests.support.checkpoints import make_tiny_llama
 
+MADE = {
+    "origin": "make",
+    "seconds": 7.0,
+    "read_bytes": {},
+    "chunks": 1,
+    "bad_chunks": 0,
+    "retries": 0,
+    "tried": [],
+}
+
 
 async def test_what_the_agent_made_is_given_to_the_tiers_while_it_is_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -31,15 +42,7 @@ async def test_what_the_agent_made_is_given_to_the_tiers_while_it_is_held(
             kept.set_result((float(arguments[-1]), entry.holders, entry.state == "ready"))
             return {"kept": {"disk": 1, "store": 0}}
         await asyncio.to_thread(prepare, Manifest.load(Path(order.manifest_path)), order.dtype, Path(order.out))
-        return {
-            "origin": "make",
-            "seconds": 7.0,
-            "read_bytes": {},
-            "chunks": 1,
-            "bad_chunks": 0,
-            "retries": 0,
-            "tried": [],
-        }
+        return MADE
 
     monkeypatch.setattr(Pool, "_run", run)
     pool = Pool(tmp_path / "pool", 1 << 30, Children(), lambda: None, Tiers(tmp_path / "chunks", 1 << 20))
@@ -48,4 +51,31 @@ async def test_what_the_agent_made_is_given_to_the_tiers_while_it_is_held(
     seconds, holders, is_there = await asyncio.wait_for(kept, 30)
     assert (seconds, is_there) == (7.0, True)
     assert [holder.partition("-")[0] for holder in holders if not holder.startswith("warm-")] == ["keep"]
+    await pool.close()
+
+
+async def test_what_is_only_being_kept_is_evicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = import_model(f"file://{make_tiny_llama(tmp_path / 'tiny')}", tmp_path / "models")
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def run(pool: Pool, arguments: Sequence[str], said: bytes, *_: object) -> dict[str, Any]:
+        order = FormOrder.parse(said)
+        if "--keep" not in arguments:
+            await asyncio.to_thread(prepare, Manifest.load(Path(order.manifest_path)), order.dtype, Path(order.out))
+            return MADE
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        raise AssertionError("never")
+
+    monkeypatch.setattr(Pool, "_run", run)
+    pool = Pool(tmp_path / "pool", 1 << 30, Children(), lambda: None, Tiers(tmp_path / "chunks", 1 << 20))
+    await pool.open()
+    await pool.warm(str(manifest.path), "float32")
+    await asyncio.wait_for(begun.wait(), 30)
+    (entry,) = pool.entries()
+    assert await pool.evict(entry.key) == entry.nbytes
+    assert ended.is_set() and not [entry for entry in pool.entries() if entry.state != "absent"]
     await pool.close()
