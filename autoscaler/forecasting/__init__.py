@@ -1,0 +1,1 @@
+"""Forecasters: each a pure function of a function's history. Which of them acts is `autoscaler.choosing`'s to say."""
