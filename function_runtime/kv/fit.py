@@ -3,8 +3,8 @@
     measurements, kept by the ratio of their two parts -> weights -> least squares of log(y / expected) -> p, q
 
 Of each kind of measurement the last `KEPT` count, the newest most: many of one kind do not push out the few that tell
-the parts apart. One that does not fit counts for less; `ALIKE` in a row that do not are a change, and what was
-measured before it hardly counts any more. The prior is a few measurements that were never made; they decide
+the parts apart. One that does not fit counts for less; several in a row that are off in one direction, together by
+`CHANGE`, are a change (a cumulative sum: Page, Biometrika 1954), and what was measured before hardly counts any more. The prior is a few measurements that were never made; they decide
 what the real ones leave open. Limits: two parts only; what changes both at once is noticed as one change.
 """
 
@@ -23,9 +23,11 @@ FADE: Final = 0.75
 """Weight of each older measurement of the same kind."""
 FADE_ALL: Final = 0.97
 """And of each that is older, of whatever kind."""
-ALIKE: Final = 3
 OFF: Final = math.log(1.5)
 """A measurement this far from what was expected may be the first of a change."""
+ALIKE: Final = 2
+"""That many must be, and their distances add up to this:"""
+CHANGE: Final = math.log(1.5) * 3
 BEFORE_CHANGE: Final = 0.01
 """Weight that is left of what was measured before one."""
 _PRIOR: Final = 0.02
@@ -56,7 +58,9 @@ class Fit:
         self._typical = [(first, second, p * first + q * second) for first, second in typical]
         self._kinds: dict[int, deque[_Seen]] = {}
         self._unlike: list[_Seen] = []
-        """The last measurements, as far as none of them was as expected."""
+        """The last measurements, as far as none of them was as expected, and all are off in one direction."""
+        self._off = 0.0
+        """By how much, together."""
         self._fitted = True
         self.count = 0
 
@@ -69,14 +73,15 @@ class Fit:
             off = _off(self.values, first, second, y)
         seen = _Seen(first, second, y, self.count)
         self.count += 1
-        if abs(off) < OFF:
-            self._unlike = []
-        else:
+        if abs(off) < OFF or off * self._off < 0:
+            self._unlike, self._off = [], 0.0
+        if abs(off) >= OFF:
             self._unlike.append(seen)
-            if len(self._unlike) == ALIKE:
+            self._off += off
+            if len(self._unlike) >= ALIKE and abs(self._off) >= CHANGE:
                 for old in (s for kind in self._kinds.values() for s in kind if s not in self._unlike):
                     old.weight *= BEFORE_CHANGE
-                self._unlike = []
+                self._unlike, self._off = [], 0.0
         kind = round(2 * math.log2((second + 1e-12) / (first + 1e-12)))
         self._kinds.setdefault(kind, deque(maxlen=KEPT)).append(seen)
         self._fitted = False

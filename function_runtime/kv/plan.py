@@ -29,6 +29,10 @@ SLACK: Final = 2.0
 """A read that is expected after t is given up after SLACK * t and what recomputing its chunk costs: waiting then never
 costs much more than not having asked."""
 
+READ_S: Final = 0.002
+"""Of the processor, for asking for a range, landing and checking it, one after the other however near the store is (1
+to 2.5 ms seen beside computing): why a chunk is not read in pieces for nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -178,7 +182,7 @@ class _Table:
         joined = np.maximum(self._reads[None, 1:] - self._reads[:-1, None], 1)
         places = np.arange(len(self._starts))
         reads = joined if pieces == 1 else (places[None, :] - places[:, None] + 1) * pieces
-        return np.asarray(self._speeds.reading_s(nbytes[first], reads[first]), np.float64)
+        return np.asarray(self._speeds.reading_s(nbytes[first], reads[first]), np.float64) + READ_S * reads[first]
 
     def from_front(self, pieces: int) -> Seconds:
         """Loading from the first candidate to each last one, with the first pass after it following the layers."""

@@ -26,7 +26,7 @@ from function_runtime.kv.identity import Chain, KvIdentity
 from function_runtime.kv.plan import MAX_DEADLINE_S, Candidate, Known, Plan, plan
 from function_runtime.kv.sealing import ChunkSeal
 from function_runtime.kv.speeds import Measured, Speeds
-from function_runtime.kv.steering import Steering
+from function_runtime.kv.steering import PROBES, Steering
 from function_runtime.kv.supply import SPAN_BYTES, Item, Order, Supply
 from function_runtime.passes import NONE, recorded, with_steps
 from function_runtime.protocol import KvChunk, Work
@@ -163,7 +163,7 @@ class Reading:
 
         def steer(items: Sequence[Item]) -> Steering:
             supply = Supply(items, order, speeds, is_known=measured.read_ago_s < MEASURED_LATELY_S)
-            return Steering(supply, known, speeds, must=chosen.must, probes=not chosen.loads)
+            return Steering(supply, known, speeds, must=chosen.must, probes=1 if chosen.loads else PROBES)
 
         fetch = self._fetch(store, executor, lambda nbytes, seconds: measured.read(nbytes, 1, seconds))
         within_s = MAX_DEADLINE_S if chosen.must else FAR_S

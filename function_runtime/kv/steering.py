@@ -1,11 +1,11 @@
 """A resume under way: computing from the front and reading from the back race, and whoever is slower is left behind.
 
     wait      what is on its way is here in a fraction of what the next pass takes
-    compute   else; a pass that is overtaken by what it computes is given up at its next layer
+    compute   else, or when it is late; a pass that is overtaken by what it computes is given up at its next layer
     read on   as long as a chunk is here before computing gets to it
 
 So a resume takes what the faster of the two takes, whatever was predicted: a load that turns out slow costs the wait
-before the first pass (`PATIENCE` of it while nothing has come), one that turns out quick at most a layer. Limits: a
+before the first pass (`PATIENCE` of it while nothing has come from a store that is not known), one that turns out quick at most a layer. Limits: a
 pass that other requests share is not given up; on a device that runs behind, giving up saves nothing.
 """
 
@@ -22,6 +22,9 @@ from function_runtime.kv.supply import Item, Job, Order, Supply
 
 PATIENCE: Final = 0.08
 """Share of a pass that is waited before anything has come at all."""
+LATE: Final = 2.0
+LATE_S: Final = 0.05
+"""And of a store that was measured lately: as long as it should take, twice, and this much for a busy machine."""
 ON_TRACK: Final = 0.4
 """Share of a pass in which everything is expected here and computing does not begin: giving the pass up could cost as
 much as a layer, and reading has the processor to itself."""
@@ -40,22 +43,24 @@ class Steering:
         speeds: Callable[[], Speeds] | None = None,
         *,
         must: bool = False,
-        probes: bool = False,
+        probes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`must`: the beginning cannot be computed as the first attempt had it. `probes`: two ranges, one longer than
-        the other, are read whatever is expected of them, to know better."""
+        """`must`: the beginning cannot be computed as the first attempt had it. `probes`: so many ranges are read
+        whatever is expected of them, to know better (of two, one is longer than the other)."""
         self._lock = threading.Lock()
         self._supply = supply
         self._known = known if speeds is not None else None
         self._speeds = speeds
         self._must = must
-        self._probes = PROBES if probes else 0
+        self._probes = probes
         self._clock = clock
         self._position = 0
         self._computing_since_s: float | None = None
         self._waiting_since_s: float | None = None
         self._waited_s = 0.0
+        self._expected_s = 0.0
+        """What the wait was thought to take when it began."""
 
     # --- by readers -----------------------------------------------------------------------------------------------
 
@@ -141,6 +146,7 @@ class Steering:
                 self._computing_since_s = now_s
             elif self._waiting_since_s is None:
                 self._waiting_since_s = now_s
+                self._expected_s = max(self._expected_s, self._supply.remaining_s(position, now_s))
             return waits
 
     def _is_better_to_wait(self, position: int, alone: bool, now_s: float, known: Known, costs: Costs) -> bool:
@@ -150,7 +156,14 @@ class Steering:
         if not alone:
             return left_s < pass_s and waited_s < pass_s
         most_s = max(ON_TRACK * pass_s, SMALL * costs.between(0, known.total))
-        return left_s < most_s and waited_s < (most_s if self._supply.completed else PATIENCE * pass_s)
+        return left_s < most_s and waited_s < (most_s if self._supply.completed else self._patience_s(pass_s, most_s))
+
+    def _patience_s(self, pass_s: float, most_s: float) -> float:
+        """Nothing has come at all."""
+        least_s = PATIENCE * pass_s
+        if not self._supply.is_known:
+            return least_s
+        return max(least_s, min(most_s, LATE * self._expected_s + LATE_S))
 
     def _end_of_pass(self, position: int, known: Known) -> int:
         prompt = known.total if known.fast else known.prompt

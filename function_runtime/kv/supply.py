@@ -84,7 +84,7 @@ class Supply:
         """Pieces of an item that have been asked for, by its index."""
         self.order = order
         self._speeds = speeds
-        self._is_known = is_known
+        self.is_known = is_known
         self._flying: list[Job] = []
         self._integral = 0.0
         """Of the number of ranges under way, over time."""
@@ -104,7 +104,7 @@ class Supply:
         speeds = self._now()
         if speeds is None:
             return READERS, SPAN_BYTES
-        if not self._is_known and not self.completed:
+        if not self.is_known and not self.completed:
             return FIRST_READERS, largest
         wanted = speeds.bytes_per_s * (2 * speeds.latency_s + BUSY_S)
         readers = int(min(max(-(-wanted // max(largest, 1)), FIRST_READERS), READERS))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from function_runtime.kv.plan import Candidate, Costs, Known, plan
 from function_runtime.kv.speeds import PRIOR, Measured, Speeds
-from function_runtime.kv.steering import Steering
+from function_runtime.kv.steering import PROBES, Steering
 from function_runtime.kv.supply import Item, Job, Order, Supply
 
 LAYERS = 30
@@ -89,7 +89,7 @@ def resume(
     supply = Supply(items, Order.BACK, lambda: measured.speeds, is_known=known_lately)
     steering = Steering(
         supply, None if loads else known, lambda: measured.speeds,
-        probes=not chosen.loads and not loads, clock=lambda: clock[0],
+        probes=0 if loads else 1 if chosen.loads else PROBES, clock=lambda: clock[0],
     )  # fmt: skip
     costs = Costs(known, computing)
     reads, sound = 0, [False] * len(items)
