@@ -54,6 +54,7 @@ from control_plane.object_store import StoreWatch
 from control_plane.parking import Parking
 from control_plane.peers import Peers
 from control_plane.queue_shares import QueueShares
+from control_plane.quotas import Quotas
 from control_plane.records import RequestState
 from control_plane.sealing import MasterKey, TenantKeys
 from control_plane.seating import Seating
@@ -61,6 +62,7 @@ from control_plane.serving import Serving
 from control_plane.settings import Settings
 from control_plane.shares import Shares
 from control_plane.slot_table import SlotTable
+from control_plane.standings import Standings
 from control_plane.tenants import Keys
 from control_plane.traces import open_traces
 from control_plane.upkeep import Upkeep
@@ -121,6 +123,8 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
     fleet = Fleet(slots, ledger)
     seating = Seating(fleet, dispatcher, journal, gateways.alone)
     serving = Serving(functions, dispatcher, settings.queue)
+    quotas = Quotas(db)
+    standings = Standings(fleet, serving, quotas)
     adopting = Adopting(journal, tenant_keys, serving, dispatcher, seating, kv_desk)
     prompts = PromptMakers()
     importing = Importing(settings, functions, fleet, prompts)
@@ -153,6 +157,8 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
         shares=shares,
         queue_shares=queue_shares,
         budgets=budgets,
+        quotas=quotas,
+        standings=standings,
         fleet=fleet,
         seating=seating,
         adopting=adopting,
@@ -212,6 +218,7 @@ async def start_context(context: AppContext, url: str = "", predecessor: str = "
     await context.keys.refresh()
     await context.tenant_keys.refresh()
     await context.budgets.refresh()
+    await context.quotas.refresh()
     # Taken out of the environment: what this process starts has no business with it.
     given = os.environ.pop("STOKER_ADMIN_KEY", "").strip()
     await context.keys.ensure_admin_key(context.settings.admin_key_path, given)

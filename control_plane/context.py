@@ -32,11 +32,13 @@ if TYPE_CHECKING:
     from control_plane.object_store import StoreWatch
     from control_plane.peers import Peers
     from control_plane.queue_shares import QueueShares
+    from control_plane.quotas import Quotas
     from control_plane.sealing import TenantKeys
     from control_plane.seating import Seating
     from control_plane.serving import Serving
     from control_plane.settings import Settings
     from control_plane.shares import Shares
+    from control_plane.standings import Standings
     from control_plane.tenants import Keys
     from control_plane.traces import Traces
 
@@ -63,6 +65,8 @@ class AppContext:
     shares: Shares
     queue_shares: QueueShares
     budgets: Budgets
+    quotas: Quotas
+    standings: Standings
     fleet: Fleet
     seating: Seating
     adopting: Adopting
@@ -93,6 +97,7 @@ class AppContext:
             await self.keys.refresh()
             await self.tenant_keys.refresh()
             await self.budgets.refresh()
+            await self.quotas.refresh()
         if "functions" in what:
             await self.functions.refresh()
         if "drains" in what:

@@ -450,8 +450,23 @@ _SHARED_BOUNDS: Final = Migration(
     ),
 )
 
+_QUOTAS: Final = Migration(
+    11,
+    "devices that a tenant may hold at once, and its weight where they are short",
+    (
+        """
+        CREATE TABLE tenant_quotas (
+            tenant TEXT PRIMARY KEY,
+            devices BIGINT,
+            weight DOUBLE PRECISION NOT NULL,
+            changed_us BIGINT NOT NULL
+        ) {clustered}""",
+    ),
+)
+
 MIGRATIONS: Final[tuple[Migration, ...]] = (
     _FIRST, _SECOND, _GATEWAYS, _FOURTH, _DRAINS, _TENANT_KEYS, _TENANT_RULES,
     _BEGUN,
     _SHARED_BOUNDS,
+    _QUOTAS,
 )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from control_plane.api import budgets, encryption, functions, keys, kv, models, organization, retention
+from control_plane.api import budgets, encryption, functions, keys, kv, models, organization, quotas, retention
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -20,6 +20,7 @@ def routes(context: AppContext) -> list[web.RouteDef]:
         *encryption.routes(context),
         *retention.routes(context),
         *budgets.routes(context),
+        *quotas.routes(context),
         *kv.routes(context),
         *models.routes(context),
         *organization.routes(context),

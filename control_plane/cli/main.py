@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from control_plane.cli import rules
+from control_plane.cli import quotas, rules
 from control_plane.cli.model_commands import models_app
 from control_plane.cli.options import DataDirOption, JsonOption, UrlOption, command
 
@@ -32,6 +32,7 @@ encryption_app = typer.Typer(
 app.add_typer(encryption_app, name="encryption")
 app.add_typer(rules.retention_app, name="retention")
 app.add_typer(rules.budgets_app, name="budgets")
+app.add_typer(quotas.quotas_app, name="quotas")
 
 
 @command(app, "up")

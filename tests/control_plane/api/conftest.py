@@ -21,8 +21,11 @@ from control_plane.functions import FunctionStore
 from control_plane.gateways import Gateways
 from control_plane.journal import Journal
 from control_plane.kv_index import KvIndex
+from control_plane.quotas import Quotas
+from control_plane.serving import Serving
 from control_plane.settings import GatewaySettings, ModelSettings, QueueSettings, Settings
 from control_plane.shares import Shares
+from control_plane.standings import Standings
 from control_plane.tenants import Keys, Role
 
 
@@ -65,8 +68,11 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
     parts = SimpleNamespace(db=database, keys=keys, functions=functions, dispatcher=dispatcher)
     allowed = ("pypi://*", "hf://*", f"file://{tmp_path}/allowed/*")
     parts.journal, parts.settings = journal, Settings(tmp_path, models=ModelSettings(allowed=allowed))
-    parts.fleet = SimpleNamespace(slots={})
+    parts.fleet = SimpleNamespace(slots={}, living=list)
     gateways = Gateways(database, "gw-1", GatewaySettings(), alone=True)
+    parts.gateways, parts.quotas = gateways, Quotas(database)
+    serving = Serving(functions, dispatcher, QueueSettings())
+    parts.standings = Standings(cast(Any, parts.fleet), serving, parts.quotas)
     parts.budgets = Budgets(database, Shares(database, gateways))
     parts.kv_index, parts.kv_collection = KvIndex(database), None
     context = cast(AppContext, parts)

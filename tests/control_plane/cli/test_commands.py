@@ -225,3 +225,13 @@ def test_budgets_are_set_shown_and_taken_away(stoker: Stoker) -> None:
     refused = stoker("budgets", "set", "tokens", "year", "1")
     assert (refused.status, "period" in refused.err) == (1, True)
     assert "no budget of tokens" in stoker("budgets", "rm", "tokens", "day").out
+
+
+def test_quotas_are_set_shown_and_taken_away(stoker: Stoker) -> None:
+    said = stoker("quotas", "set", "acme", "--devices", "4", "--weight", "2")
+    assert said.out == "tenant acme: at most 4 devices, weight 2; holds 0\n"
+    rows = [line.split() for line in stoker("quotas", "ls").out.splitlines()]
+    assert ["acme", "4", "2", "0", "0", "-"] in rows
+    assert stoker("quotas", "rm", "acme").out == "tenant acme has no quota any more\n"
+    refused = stoker("quotas", "rm", "acme")
+    assert (refused.status, "acme has no quota" in refused.err) == (1, True)
