@@ -302,12 +302,12 @@ class ControlLoop:
         spec = ScalingSpec(
             min_replicas=scaling.min_replicas,
             max_replicas=scaling.max_replicas,
-            target_concurrency=scaling.target_concurrency,  # type: ignore[arg-type]
+            target_concurrency=scaling.target_concurrency,
             keep_alive_s=None if scaling.keep_alive == "auto" else float(scaling.keep_alive),
             scale_in_window_s=WINDOW_S,
         )
         now_s = time.monotonic()
-        decision = decide(spec, observed, now_s)
+        decision = decide(spec, observed, None, now_s)
         if decision.ask_again_s is not None:
             self._ask_again(key, decision.ask_again_s)
         have = observed.count(Phase.READY) + observed.count(Phase.STARTING)

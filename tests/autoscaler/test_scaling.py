@@ -76,18 +76,18 @@ def seen(*replicas: ReplicaView, waiting: int = 0, peak: int | None = None, **mo
     ],
 )
 def test_decides(observed: Observed, desired: int, reason: Reason) -> None:
-    decision = decide(SPEC, observed, now_s=200.0)
+    decision = decide(SPEC, observed, None, now_s=200.0)
     assert (decision.desired, decision.reason) == (desired, reason), decision
 
 
 def test_a_minimum_is_started_without_any_request_and_never_left() -> None:
     spec = dataclasses.replace(SPEC, min_replicas=1)
-    assert decide(spec, seen(), 200.0).desired == 1
-    assert decide(spec, seen(replica("a"), last_activity_s=0.0), 1e6).desired == 1
+    assert decide(spec, seen(), None, 200.0).desired == 1
+    assert decide(spec, seen(replica("a"), last_activity_s=0.0), None, 1e6).desired == 1
 
 
 def test_keep_alive_decision_says_when_it_ends() -> None:
-    decision = decide(SPEC, seen(replica("a"), last_activity_s=195.0, generation=7), 200.0)
+    decision = decide(SPEC, seen(replica("a"), last_activity_s=195.0, generation=7), None, 200.0)
     assert decision.ask_again_s == 205.0
     assert decision.generation == 7
 
@@ -163,7 +163,7 @@ def test_always_holds(
         window_covered_s=covered,
         complete=complete,
     )
-    decision = decide(spec, observed, 200.0)
+    decision = decide(spec, observed, None, 200.0)
     ready, starting = observed.count(Phase.READY), observed.count(Phase.STARTING)
     current = ready + starting
     demand = observed.waiting + observed.running

@@ -1,0 +1,275 @@
+"""How many replicas are needed: by what was observed (`needed_now`), and by what a forecast expects (`floor_of`).
+
+Observed load asks by concurrency, tokens, objectives and the marginal rule, the most of them counts; a forecast asks
+for what would be ready when it comes true, never for less than is there. Limits: a burst is known by its arrivals in
+ten seconds; what it does within them, only by the queue.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from autoscaler.decision import Observed, Reason, ScalingSpec
+from autoscaler.forecast import Forecast
+from autoscaler.keeping import spare_kept_s, start_cost_s, start_s
+from autoscaler.marginal import capacity, steady, worth_having
+
+ASSUMED_CONCURRENCY: Final = 8.0
+KV_FULL: Final = 0.95
+"""Share of the KV memory above which replicas begin to put requests off."""
+BURST_MIN: Final = 8
+"""Arrivals in ten seconds below which nothing is a burst."""
+BURST_FACTOR: Final = 2.0
+"""Of the rate before: Knative's panic threshold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    replicas: int
+    reason: Reason
+    detail: str
+    again_s: float | None = None
+
+
+def needed_for(demand: int, spec: ScalingSpec) -> int:
+    """Replicas that `demand` requests at once need by concurrency, within the spec's bounds."""
+    target = spec.target_concurrency or ASSUMED_CONCURRENCY
+    return min(max(math.ceil(demand / target), spec.min_replicas), spec.max_replicas)
+
+
+def places_of(spec: ScalingSpec, observed: Observed) -> float:
+    """Requests at once for which one replica is there."""
+    if spec.target_concurrency is not None:
+        return spec.target_concurrency
+    if observed.service is None:
+        return ASSUMED_CONCURRENCY
+    return observed.service.full_batch(round(observed.prompt_tokens), round(observed.output_tokens))
+
+
+def bursting(observed: Observed) -> bool:
+    """Whether the arrivals of the last ten seconds are out of proportion to the fifty before, and not by chance."""
+    last, minute = observed.arrivals_in_10_s, observed.arrivals_in_60_s
+    if last is None or minute is None or last < BURST_MIN:
+        return False
+    usual = max(minute - last, 0) / 5.0
+    return last > BURST_FACTOR * usual and last > usual + 3.0 * math.sqrt(usual + 1.0)
+
+
+def arrival_rate(observed: Observed) -> float:
+    """A second, by what came lately."""
+    if bursting(observed):
+        return (observed.arrivals_in_10_s or 0) / 10.0
+    return (observed.arrivals_in_60_s or 0) / 60.0
+
+
+def needed_now(spec: ScalingSpec, observed: Observed, ready: int, starting: int, demand: int, now_s: float) -> Need:
+    """By observed load alone. More than there is only where more would help."""
+    least = min(spec.min_replicas, spec.max_replicas)
+    if demand == 0:
+        return Need(least, Reason.SCALE_OUT, f"min_replicas is {spec.min_replicas}")
+    current = ready + starting
+    places = places_of(spec, observed)
+    by_places = min(max(math.ceil(demand / places), 1), spec.max_replicas)
+    if spec.target_concurrency is None and observed.service is not None:
+        # Full places are no reason of their own: whether a replica more is worth it is for the marginal rule to say.
+        by_places = max(min(by_places, current), 1)
+        found = Need(max(by_places, least), Reason.SCALE_OUT, f"{demand} at once in places of {places:g}")
+    else:
+        found = Need(
+            max(by_places, least), Reason.SCALE_OUT, f"{demand} at once at a target of {places:g} need {by_places}"
+        )
+    if observed.service is not None and (current == 0 or demand > places * ready):
+        found = _greater(found, _by_worth(spec, observed, now_s))
+    if current:
+        found = _greater(found, _by_tokens(spec, observed, ready, starting))
+        found = _greater(found, _by_objectives(spec, observed, ready, starting))
+    if found.replicas > spec.max_replicas:
+        return Need(spec.max_replicas, found.reason, f"{found.detail}, bounded by max_replicas {spec.max_replicas}")
+    return found
+
+
+def _greater(one: Need, other: Need | None) -> Need:
+    return one if other is None or other.replicas <= one.replicas else other
+
+
+def _by_worth(spec: ScalingSpec, observed: Observed, now_s: float) -> Need | None:
+    service = observed.service
+    if service is None:
+        return None
+    seconds, rate = start_s(observed), arrival_rate(observed)
+    replicas, saved = worth_having(spec, observed, service, rate, seconds, now_s, spare_kept_s(spec, seconds, 0.0))
+    reason = Reason.PANIC if bursting(observed) else Reason.MARGINAL
+    if saved <= 0:
+        return Need(replicas, reason, f"one start for {observed.waiting} waiting")
+    return Need(
+        replicas,
+        reason,
+        f"{observed.waiting} wait, {rate:.2g} come a second: the last of {replicas} saves {saved:.0f} device-seconds",
+    )
+
+
+def _by_tokens(spec: ScalingSpec, observed: Observed, ready: int, starting: int) -> Need | None:
+    """The KV memory that running and waiting requests take, against that of the replicas."""
+    kv_tokens = observed.service.kv_tokens if observed.service is not None else 0
+    tokens = observed.waiting_tokens + observed.running_tokens
+    if kv_tokens > 0 and tokens > KV_FULL * kv_tokens * (ready + starting) and spec.target_concurrency is not None:
+        needed = math.ceil(tokens / (KV_FULL * kv_tokens))
+        return Need(needed, Reason.TOKEN_PRESSURE, f"{tokens} tokens at {kv_tokens} a replica need {needed}")
+    share = observed.kv_used_share
+    if share is not None and share > KV_FULL and observed.waiting and not starting:
+        return Need(ready + 1, Reason.TOKEN_PRESSURE, f"{share:.0%} of the KV memory is used, {observed.waiting} wait")
+    return None
+
+
+def _by_objectives(spec: ScalingSpec, observed: Observed, ready: int, starting: int) -> Need | None:
+    """One more at a time, and only while requests share replicas: alone, a request is as fast as it gets."""
+    running, service = observed.running, observed.service
+    if ready == 0 or running + observed.waiting <= ready:
+        return None
+    objective_s, measured_s = spec.token_objective_s, observed.token_s
+    if objective_s is not None:
+        if service is not None:
+            context = observed.running_tokens // ready
+            most = min(running, spec.max_replicas)
+            needed = ready
+            while (
+                needed < most and service.step_s(math.ceil(running / needed), context * ready // needed) > objective_s
+            ):
+                needed += 1
+            if needed > ready + starting:
+                return Need(needed, Reason.OBJECTIVE, f"{running} at once break {objective_s:g} s a token on {ready}")
+        if measured_s is not None and measured_s > objective_s and not starting:
+            return Need(ready + 1, Reason.OBJECTIVE, f"{measured_s:.3g} s a token, the objective is {objective_s:g}")
+    objective_s, measured_s = spec.first_token_objective_s, observed.first_token_s
+    if objective_s is None or starting:
+        return None
+    alone_s = expected_s = 0.0
+    if service is not None:
+        _, drain, alone_s = capacity(service, observed.prompt_tokens, observed.output_tokens)
+        expected_s = observed.waiting / (ready * drain) + alone_s
+    if alone_s > objective_s:
+        return None  # no number of replicas would keep it
+    if measured_s is not None and measured_s > objective_s:
+        return Need(ready + 1, Reason.OBJECTIVE, f"{measured_s:.3g} s to the first token, promised {objective_s:g}")
+    if expected_s > objective_s and expected_s > start_s(observed):
+        return Need(ready + 1, Reason.OBJECTIVE, f"{expected_s:.3g} s to the first token expected of {ready}")
+    return None
+
+
+def lead_s(observed: Observed) -> float:
+    """How long before it must be ready a start has to begin."""
+    high_s = observed.cold_start_high_s
+    return start_s(observed) if high_s is None else max(high_s, start_s(observed))
+
+
+def floor_of(
+    spec: ScalingSpec, observed: Observed, forecast: Forecast, demand: int, current: int, now_s: float
+) -> Need | None:
+    """What the forecast wants to be there. None: it wants nothing now, and will not by the passing of time alone.
+
+    Where devices are short (`device_price` above 1) what is expected starts nothing; it still holds what is there.
+    """
+    found = _by_schedule(spec, observed, forecast, now_s)
+    if demand == 0:
+        found = _later(found, _by_windows(spec, observed, forecast, now_s))
+    found = _later(found, _by_rate(spec, observed, forecast, demand, now_s))
+    if found is None:
+        return None
+    replicas = min(found.replicas, spec.max_replicas)
+    if replicas > current and observed.device_price > 1.0 and found.reason is not Reason.SCHEDULE:
+        replicas = current
+    return found if replicas == found.replicas else Need(replicas, found.reason, found.detail, found.again_s)
+
+
+def _later(one: Need | None, other: Need | None) -> Need | None:
+    """The greater; asked again as soon as either wants it."""
+    if one is None or other is None:
+        return one or other
+    more, less = (one, other) if one.replicas >= other.replicas else (other, one)
+    if less.again_s is None or (more.again_s is not None and more.again_s <= less.again_s):
+        return more
+    return Need(more.replicas, more.reason, more.detail, less.again_s)
+
+
+def _by_schedule(spec: ScalingSpec, observed: Observed, forecast: Forecast, now_s: float) -> Need | None:
+    if not forecast.floor:
+        return None
+    lead = lead_s(observed)
+    replicas = forecast.floor_until(now_s, now_s + lead)
+    step_s = forecast.step_s
+    passed = int((now_s + lead - forecast.made_s) // step_s) + 1
+    return Need(
+        replicas,
+        Reason.SCHEDULE,
+        f"the schedule asks for {replicas} within {lead:.3g} s",
+        max(forecast.made_s + passed * step_s - lead, now_s + 0.1),
+    )
+
+
+def _by_windows(spec: ScalingSpec, observed: Observed, forecast: Forecast, now_s: float) -> Need | None:
+    """The windows in which being ready pays, from 0 to 1 and for the last replica."""
+    if not forecast.warm:
+        return None
+    last_s, lead = observed.last_activity_s, lead_s(observed)
+    idle_s = now_s - last_s
+    price = observed.device_price
+    for opens_s, closes_s in forecast.warm:
+        if price > 1.0:
+            closes_s = opens_s + (closes_s - opens_s) / price
+        if idle_s >= closes_s:
+            continue
+        if idle_s < opens_s - lead:
+            detail = f"ready at {opens_s:.3g} s of idleness is early enough"
+            return Need(0, Reason.PREWARM, detail, last_s + opens_s - lead)
+        again_s = last_s + closes_s if closes_s < math.inf else None
+        detail = f"{forecast.source}: being ready pays from {opens_s:.3g} to {closes_s:.3g} s after the last activity"
+        return Need(1, Reason.PREWARM if opens_s > 0 else Reason.KEEP_ALIVE, detail, again_s)
+    return None
+
+
+def _by_rate(spec: ScalingSpec, observed: Observed, forecast: Forecast, demand: int, now_s: float) -> Need | None:
+    """For the load expected when a start begun now would be ready."""
+    if not forecast.rate:
+        return None
+    seconds = start_s(observed)
+    rate = forecast.rate_at(now_s + seconds)
+    if not rate:
+        return None
+    price = observed.device_price
+    step_s = forecast.step_s
+    next_s = forecast.made_s + (int((now_s + seconds - forecast.made_s) // step_s) + 1) * step_s - seconds
+    again_s = max(next_s, now_s + 0.1)
+    if demand == 0:
+        if forecast.warm is not None:
+            return None  # gaps are known better than by their mean
+        worth = rate * start_cost_s(spec, seconds, rate, price) > spec.devices * price
+        if not worth:
+            return Need(0, Reason.FORECAST_FLOOR, f"{rate:.2g} a second are too few to wait for", again_s)
+    if observed.service is not None:
+        replicas = steady(spec, observed.service, rate, observed.prompt_tokens, observed.output_tokens, price)
+    elif forecast.service_s > 0:
+        replicas = math.ceil(rate * forecast.service_s / places_of(spec, observed))
+    else:
+        replicas = 1
+    detail = f"{forecast.source} expects {rate:.2g} a second in {seconds:.2g} s, for which {replicas} are best"
+    return Need(replicas, Reason.FORECAST_FLOOR, detail, again_s)
+
+
+def spare_until_s(spec: ScalingSpec, observed: Observed, rank: int) -> float:
+    """Until when the `rank`-th replica (from 2) is kept for the sake of demand that was seen."""
+    seconds = start_s(observed)
+    places = places_of(spec, observed)
+    waits_s = seconds
+    if observed.service is not None:
+        _, drain, _ = capacity(observed.service, observed.prompt_tokens, observed.output_tokens)
+        waits_s = min(seconds, 1.0 / (drain * (rank - 1)))
+    kept_s = max(spare_kept_s(spec, seconds, waits_s, observed.device_price), spec.scale_in_window_s)
+    needed_above = places * (rank - 1)
+    last_s = -math.inf
+    for at_s, demand in observed.peaks:
+        if demand <= needed_above:
+            break
+        last_s = at_s
+    return last_s + kept_s
