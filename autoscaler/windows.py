@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import json
 import math
+import operator
 import struct
 import zlib
 from collections import Counter
@@ -93,6 +94,7 @@ COLUMNS: Final = tuple(name for name in _NAMES if name not in _PEAKS) + _PEAKS
 _SUMS: Final = len(COLUMNS) - len(_PEAKS)
 _COLUMN: Final = {name: number for number, name in enumerate(COLUMNS)}
 _MEAN: Final = _COLUMN["mean_concurrency"]
+_numbers: Final = operator.attrgetter(*COLUMNS)
 
 
 def combined(windows: Iterable[Window]) -> Window:
@@ -168,11 +170,13 @@ class _Spans:
 class _Rows:
     """Rows of one resolution, in the order of their windows; those older than the capacity go."""
 
-    __slots__ = ("capacity", "count", "numbers", "values")
+    __slots__ = ("capacity", "count", "newest", "numbers", "values")
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.count = 0
+        self.newest = -1
+        """The last row's window."""
         self.numbers: npt.NDArray[np.int64] = np.empty(8, dtype=np.int64)
         """The how-manieth window since the epoch."""
         self.values: npt.NDArray[np.float32] = np.empty((8, len(COLUMNS)), dtype=np.float32)
@@ -180,15 +184,20 @@ class _Rows:
     def row(self, number: int) -> npt.NDArray[np.float32]:
         """The row of a window, made where there is none yet."""
         count = self.count
-        if count and self.numbers[count - 1] == number:
+        if number == self.newest:
             return self.values[count - 1]  # type: ignore[no-any-return]
-        place = int(np.searchsorted(self.numbers[:count], number))
-        if place < count and self.numbers[place] == number:
-            return self.values[place]  # type: ignore[no-any-return]
+        place = count
+        if number < self.newest:
+            place = int(np.searchsorted(self.numbers[:count], number))
+            if self.numbers[place] == number:
+                return self.values[place]  # type: ignore[no-any-return]
+        else:
+            self.newest = number
         if count == len(self.numbers):
             place -= self._make_room(number)
-        for array in (self.numbers, self.values):
-            array[place + 1 : self.count + 1] = array[place : self.count]
+        if place < self.count:
+            for array in (self.numbers, self.values):
+                array[place + 1 : self.count + 1] = array[place : self.count]
         self.numbers[place] = number
         self.values[place] = 0.0
         self.count += 1
@@ -214,6 +223,7 @@ class _Rows:
 
     def forget_from(self, number: int) -> None:
         self.count = int(np.searchsorted(self.numbers[: self.count], number))
+        self.newest = int(self.numbers[self.count - 1]) if self.count else -1
 
     def column(self, column: int, first: int, end: int) -> Values:
         low, high = np.searchsorted(self.numbers[: self.count], (first, end))
@@ -239,34 +249,34 @@ class History:
 
     def add(self, window: Window) -> Refusal | None:
         """Takes a window of 10, 60 or 600 s; None: it counts."""
-        refusal = self._fault(window)
+        numbers = _numbers(window)
+        refusal = self._fault(window, numbers)
         if refusal is not None:
             self.refusals[refusal] += 1
             return refusal
         length_s = int(window.length_s)
         end_s = window.start_s + length_s
-        numbers = [float(getattr(window, name)) for name in COLUMNS]
-        numbers[_MEAN] *= length_s
-        busy = any(numbers)
-        new = np.array(numbers, dtype=np.float32) if busy else None
+        new: npt.NDArray[np.float32] | None = None
+        if any(numbers):
+            new = np.array(numbers, dtype=np.float32)
+            new[_MEAN] *= length_s
         for resolution in RESOLUTIONS_S:
             if resolution < length_s:
                 continue
             self._spans[resolution].cover(window.start_s, end_s)
             if new is not None:
                 row = self._rows[resolution].row(math.floor(window.start_s / resolution))
-                row[:_SUMS] += new[:_SUMS]
-                np.maximum(row[_SUMS:], new[_SUMS:], out=row[_SUMS:])
+                sums, peaks = row[:_SUMS], row[_SUMS:]
+                sums += new[:_SUMS]
+                np.maximum(peaks, new[_SUMS:], out=peaks)
         return None
 
-    def _fault(self, window: Window) -> Refusal | None:
-        for name in ("start_s", "length_s", *COLUMNS):
-            value = getattr(window, name)
-            if not math.isfinite(value):
-                return Refusal.NOT_A_NUMBER
-            if value < 0:
-                return Refusal.NEGATIVE
+    def _fault(self, window: Window, numbers: tuple[float, ...]) -> Refusal | None:
         length_s = window.length_s
+        if not math.isfinite(window.start_s + length_s + sum(numbers)):
+            return Refusal.NOT_A_NUMBER
+        if min(window.start_s, length_s, *numbers) < 0:
+            return Refusal.NEGATIVE
         if length_s not in RESOLUTIONS_S or window.start_s % length_s:
             return Refusal.UNEVEN
         spans = self._spans[int(length_s)]
@@ -373,7 +383,7 @@ class History:
     def series(self, name: str, resolution_s: int, since_s: float, until_s: float) -> tuple[Seconds, Values]:
         """The same of any field of a window. Sums of a window watched in part are scaled up to the whole."""
         first, end = math.floor(since_s / resolution_s), math.ceil(until_s / resolution_s)
-        first = max(first, end - CAPACITY[resolution_s] - 1)
+        first = max(first, end - CAPACITY[resolution_s])
         edges = np.arange(first, max(end, first) + 1, dtype=np.float64) * resolution_s
         values = self._rows[resolution_s].column(_COLUMN[name], first, max(end, first))
         shares = self._spans[resolution_s].shares(edges)
@@ -388,7 +398,7 @@ class History:
     def total(self, name: str, resolution_s: int, since_s: float, until_s: float) -> float:
         """Of what was seen; not scaled for what was not."""
         first, end = math.floor(since_s / resolution_s), math.ceil(until_s / resolution_s)
-        first = max(first, end - CAPACITY[resolution_s] - 1)
+        first = max(first, end - CAPACITY[resolution_s])
         column = self._rows[resolution_s].column(_COLUMN[name], first, max(end, first))
         if _COLUMN[name] >= _SUMS:
             return float(column.max(initial=0.0))
@@ -444,6 +454,7 @@ class History:
         for (resolution, rows), count in zip(history._rows.items(), counts, strict=True):
             numbers = take("<i8", count).astype(np.int64)
             table = take("<f4", count * len(names)).reshape(count, len(names))
+            rows.newest = int(numbers[-1]) if count else -1
             rows.numbers, rows.count = np.append(numbers, np.zeros(1, dtype=np.int64)), min(count, len(numbers))
             rows.values = np.zeros((count + 1, len(COLUMNS)), dtype=np.float32)
             for place, column in known:

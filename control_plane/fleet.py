@@ -16,7 +16,9 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
-from autoscaler.placement import Placement, SlotHome, place_replica
+from autoscaler.homes import Device, SlotHome
+from autoscaler.placement import Placement, place
+from autoscaler.work import Work
 from control_plane.backends.base import Backend, SlotRefused, SlotUnavailable
 from control_plane.errors import StokerError
 from control_plane.lanes import FunctionKey
@@ -130,16 +132,15 @@ class Fleet:
         homes = [
             SlotHome(
                 slot_id=slot_id,
+                devices=(Device(self._backend.free_bytes(slot_id), load=(min(0.1 * living[slot_id], 0.9),)),),
                 replicas=living[slot_id],
-                free_bytes=self._backend.free_bytes(slot_id),
-                needed_bytes=needed_bytes,
                 warm_workers=state.warm_workers,
-                weights_in_pool=any(e.identity == pool_identity and e.state == "ready" for e in state.pool),
+                pool=frozenset(entry.identity for entry in state.pool if entry.state == "ready"),
             )
             for slot_id, state in self.slots.items()
             if not self.is_closed(slot_id)
         ]
-        return place_replica(homes)
+        return place(Work(identity=pool_identity, device_bytes=needed_bytes), homes, time.monotonic())
 
     def start_replica(self, slot_id: str, spec: ReplicaSpec) -> None:
         """Counted as starting at once; a slot that cannot be reached makes it a failed start that may be repeated."""
