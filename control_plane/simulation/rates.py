@@ -127,7 +127,8 @@ def spaced(counts: NDArray[np.int64], cv: Floats, window_s: float, rng: np.rando
     # A shape below 1e-4 can draw nothing but zeros: one burst, somewhere in the window.
     burst_at = np.repeat(rng.random(len(counts)), counts)
     share = np.where(np.repeat(span > 0, counts), share, burst_at)
-    return np.clip(share, 0.0, 1.0 - 1e-9) * window_s
+    within: Floats = np.clip(share, 0.0, 1.0 - 1e-9) * window_s
+    return within
 
 
 def at_quantiles(totals: NDArray[np.int64], wanted: int, requests_at_most: int | None = None) -> list[int]:

@@ -18,7 +18,7 @@ LINE_BYTES: Final = 4 << 20
 TOKENS_MAX: Final = 100_000_000
 
 
-def open_bytes(path: Path) -> IO[bytes]:
+def open_bytes(path: Path) -> IO[bytes] | gzip.GzipFile:
     try:
         raw = path.open("rb")
     except OSError as error:

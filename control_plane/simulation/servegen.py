@@ -7,6 +7,7 @@ in these files.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Final
 
@@ -55,6 +56,6 @@ def read_servegen(path: Path, category: str | None = None) -> Rates:
         start_s=np.asarray(starts),
         count=np.rint(np.asarray(rates) * WINDOW_S).astype(np.int64),
         cv=np.asarray(spreads),
-        length_s=np.ceil((max(starts) + WINDOW_S) / DAY_S) * DAY_S,
+        length_s=math.ceil((max(starts) + WINDOW_S) / DAY_S) * DAY_S,
         origin_s=ORIGIN_S,
     )
