@@ -3,16 +3,17 @@
     measurements, kept by the ratio of their two parts -> weights -> least squares of log(y / expected) -> p, q
 
 Of each kind of measurement the last `KEPT` count, the newest most: many of one kind do not push out the few that tell
-the parts apart. One that does not fit counts for less; several in a row that are off in one direction, together by
-`CHANGE`, are a change (a cumulative sum: Page, Biometrika 1954), and what was measured before hardly counts any more. The prior is a few measurements that were never made; they decide
-what the real ones leave open. Limits: two parts only; what changes both at once is noticed as one change.
+the parts apart. One that does not fit counts for less; several that are off in one direction are a change (a cumulative
+sum of their distances: Page, Biometrika 1954), and what was measured before it hardly counts any more. The prior is a
+few measurements that were never made; they decide what the real ones leave open. Limits: two parts only; what changes
+both at once is noticed as one change.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -23,11 +24,12 @@ FADE: Final = 0.75
 """Weight of each older measurement of the same kind."""
 FADE_ALL: Final = 0.97
 """And of each that is older, of whatever kind."""
-OFF: Final = math.log(1.5)
-"""A measurement this far from what was expected may be the first of a change."""
-ALIKE: Final = 2
-"""That many must be, and their distances add up to this:"""
-CHANGE: Final = math.log(1.5) * 3
+OFF: Final = 0.25
+"""A measurement this far from what was expected (a difference of logarithms) is as good as expected."""
+OFF_MOST: Final = 1.0
+"""One counts for no more than this: a change takes two."""
+CHANGE: Final = 1.2
+"""What is above `OFF`, added up, makes a change."""
 BEFORE_CHANGE: Final = 0.01
 """Weight that is left of what was measured before one."""
 _PRIOR: Final = 0.02
@@ -50,6 +52,22 @@ class _Seen:
     weight: float = 1.0
 
 
+@dataclass(slots=True)
+class _Run:
+    """Measurements above (`sign` 1) or below what was expected."""
+
+    sign: float
+    total: float = 0.0
+    seen: list[_Seen] = field(default_factory=list)
+
+    def take(self, seen: _Seen, off: float) -> None:
+        self.total = max(0.0, self.total + min(self.sign * off, OFF_MOST) - OFF)
+        if self.total:
+            self.seen.append(seen)
+        else:
+            self.seen.clear()
+
+
 class Fit:
     """`typical`: (first, second) of what the prior is to stand for."""
 
@@ -57,31 +75,31 @@ class Fit:
         self._values = (max(p, 0.0), max(q, _LEAST))
         self._typical = [(first, second, p * first + q * second) for first, second in typical]
         self._kinds: dict[int, deque[_Seen]] = {}
-        self._unlike: list[_Seen] = []
-        """The last measurements, as far as none of them was as expected, and all are off in one direction."""
-        self._off = 0.0
-        """By how much, together."""
+        self._runs = (_Run(1.0), _Run(-1.0))
+        self._reference = self._values
+        """What the runs are measured by: what was expected before they began."""
         self._fitted = True
         self.count = 0
 
     def measure(self, first: float, second: float, y: float) -> None:
         if not (y > 0 and first >= 0 and second >= 0 and first + second > 0 and math.isfinite(y)):
             return
-        off = _off(self._values, first, second, y)
-        if abs(off) >= OFF and not self._fitted:
-            # NOTE: only now, because a fit costs half a millisecond and this is called after every step.
-            off = _off(self.values, first, second, y)
+        if not any(run.total for run in self._runs):
+            if not self._fitted and abs(_off(self._values, first, second, y)) >= OFF:
+                # NOTE: only now, because a fit costs half a millisecond and this is called after every step.
+                self._reference = self.values
+            else:
+                self._reference = self._values
         seen = _Seen(first, second, y, self.count)
         self.count += 1
-        if abs(off) < OFF or off * self._off < 0:
-            self._unlike, self._off = [], 0.0
-        if abs(off) >= OFF:
-            self._unlike.append(seen)
-            self._off += off
-            if len(self._unlike) >= ALIKE and abs(self._off) >= CHANGE:
-                for old in (s for kind in self._kinds.values() for s in kind if s not in self._unlike):
+        off = _off(self._reference, first, second, y)
+        for run in self._runs:
+            run.take(seen, off)
+            if run.total >= CHANGE:
+                for old in (s for kind in self._kinds.values() for s in kind if s not in run.seen):
                     old.weight *= BEFORE_CHANGE
-                self._unlike, self._off = [], 0.0
+                self._runs = (_Run(1.0), _Run(-1.0))
+                break
         kind = round(2 * math.log2((second + 1e-12) / (first + 1e-12)))
         self._kinds.setdefault(kind, deque(maxlen=KEPT)).append(seen)
         self._fitted = False

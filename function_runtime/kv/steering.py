@@ -5,8 +5,9 @@
     read on   as long as a chunk is here before computing gets to it
 
 So a resume takes what the faster of the two takes, whatever was predicted: a load that turns out slow costs the wait
-before the first pass (`PATIENCE` of it while nothing has come from a store that is not known), one that turns out quick at most a layer. Limits: a
-pass that other requests share is not given up; on a device that runs behind, giving up saves nothing.
+before the first pass (of a store that is not known `PATIENCE` of it while nothing has come), one that turns out quick
+at most a layer. Limits: a pass that other requests share is not given up; on a device that runs behind, giving up saves
+nothing.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from function_runtime.kv.fit import ALIKE, Fit
+from function_runtime.kv.fit import Fit
 from function_runtime.kv.plan import Costs, Known
 from function_runtime.kv.speeds import PRIOR, Measured, Speeds
 
@@ -108,7 +108,7 @@ def test_a_store_that_changes_is_followed_within_a_few_reads(
     other = replace(real, latency_s=before[0], bytes_per_s=before[1])
     read(found, other, AFTER, 3, exactly)
     takes_s = float(real.reading_s(6_000_000, 4))
-    for _ in range(ALIKE + 1):
+    for _ in range(4):
         found.read(6_000_000, 4, takes_s)
     # What it was measured with is predicted at once (a small change may be noise for longer), everything else when
     # reads of other kinds have been seen.
