@@ -110,6 +110,7 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
         metrics.request_ended(live, state, total_s)
         budgets.ended(live.origin.tenant, live.origin.key_id, live.log.last_seq)
         kv_desk.ended(live)
+        dispatcher.load.ended(live)
 
     dispatcher.endings.on_end = request_ended
     shares = Shares(db, gateways)

@@ -57,6 +57,7 @@ class Attempts:
         self._again = again
         self._closing = closing
         self._commits = Commits(journal, self._concluded, endings.fenced)
+        self.on_first_token: Callable[[LiveRequest], None] = lambda request: None
 
     def begin(self, request: LiveRequest, seat: Seat) -> None:
         request.move(Phase.RUNNING)
@@ -76,10 +77,12 @@ class Attempts:
         if isinstance(message, Tokens):
             request = self._requests.get(message.request_id)
             if request is not None and request.epoch == message.epoch and request.phase is Phase.RUNNING:
-                first = request.last_token_ns == 0
+                first, earliest = request.last_token_ns == 0, request.received == 0
                 self._commits.tokens(request, message)
                 if first:
                     self._arm(request)
+                if earliest and request.received:
+                    self.on_first_token(request)
             return
         if isinstance(message, Accepted | Attached | Finished | Failed | KvSealed | Parked | Unknown):
             request = self._requests.get(message.request_id)

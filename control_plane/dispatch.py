@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any, Final
 
 from autoscaler.placement import Placement
@@ -19,10 +19,11 @@ from control_plane.attempt_notes import AttemptNotes
 from control_plane.attempts import Attempts
 from control_plane.decisions import Decisions
 from control_plane.endings import Endings
-from control_plane.errors import Fenced, FunctionDrained, ModelUnusable, StokerError
+from control_plane.errors import Fenced, FunctionDrained, ModelUnusable, Saturated, StokerError
 from control_plane.journal import Journal
 from control_plane.lanes import FunctionKey, Lane, Lanes, Seat
 from control_plane.live_request import LiveRequest, Phase
+from control_plane.load_meter import LoadMeter
 from control_plane.records import NewRequest, OutcomeError, RequestState
 from control_plane.replica_link import ReplicaLink
 from control_plane.settings import QueueSettings
@@ -47,6 +48,8 @@ class Dispatcher:
         self._notes = AttemptNotes(journal, decisions)
         self.requests: dict[str, LiveRequest] = {}
         self.lanes = Lanes(queue)
+        self.load = LoadMeter()
+        self.lanes.noted = self.load.demand
         self.on_demand: Callable[[FunctionKey, bool], None] = lambda key, waiting: None
         """Told of a function whose demand changed, and whether somebody waits there for a replica."""
         self.on_seat_lost: Callable[[Seat, str], None] = lambda seat, reason: None
@@ -62,6 +65,7 @@ class Dispatcher:
         self._attempts = Attempts(
             journal, self._notes, self.requests, self.endings, self._timeouts.arm, self._again, self.seat_closing
         )
+        self._attempts.on_first_token = self.load.first_token
         self._tasks: set[asyncio.Task[None]] = set()
         self._links: dict[ReplicaLink, Seat] = {}
         self.closing = False
@@ -103,7 +107,12 @@ class Dispatcher:
             raise ModelUnusable(reason)
         if self.claim_room is not None:
             await self.claim_room(key, nbytes)
-        with self.lanes.room(key, identity, nbytes):
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self.lanes.room(key, identity, nbytes))
+            except Saturated:
+                self.load.refused(key)
+                raise
             yield
 
     def enter(self, request: LiveRequest, *, front: bool = False) -> None:
@@ -111,6 +120,8 @@ class Dispatcher:
         lane = self._lane_of(request)
         self.requests[request.request_id] = request
         lane.generation += 1
+        if not request.log.last_seq:
+            self.load.arrived(request)
         self._wait(request, lane, front=front)
 
     def _wait(self, request: LiveRequest, lane: Lane, *, front: bool) -> None:
@@ -159,6 +170,7 @@ class Dispatcher:
             return None
         self._place(request, *chosen)
         lane.generation += 1
+        self.load.arrived(request)
         lane.note_demand()
         return chosen[0]
 
@@ -227,15 +239,19 @@ class Dispatcher:
         if isinstance(message, KvAsk | KvKept | KvBad):
             self.on_kv(link, self.requests.get(message.request_id), message)
         elif isinstance(message, Progress):
-            self._heard_of_others(link, message.others)
+            self._heard_of_others(link, message)
         else:
             self._attempts.heard(link, message)
 
-    def _heard_of_others(self, link: ReplicaLink, others: int) -> None:
+    def _heard_of_others(self, link: ReplicaLink, said: Progress) -> None:
         """Other gateways took or left places of this replica."""
         seat = self._links.get(link)
-        if seat is not None and seat.others != others:
-            left, seat.others = others < seat.others, others
+        if seat is None:
+            return
+        if seat.in_flight:
+            self.load.memory(seat, said.kv_used_blocks, said.kv_total_blocks)
+        if seat.others != said.others:
+            left, seat.others = said.others < seat.others, said.others
             if left:
                 self.pump(self.lanes.of(seat.key, seat.identity))
 

@@ -113,6 +113,8 @@ class Lane:
         self._active_since_s: float | None = None
         self._idle_since_s = self.created_s
         self._demand: deque[tuple[int, int]] = deque()
+        self.noted: Callable[[Lane], None] = lambda lane: None
+        """Told of every change of its demand."""
         self.paused = ""
         """Why nothing of this lane may run now (its function is drained); what waits keeps waiting, its limits stand
         still."""
@@ -147,6 +149,7 @@ class Lane:
         elif demand == 0 and self._active_since_s is not None:
             self._active_since_s = None
             self._idle_since_s = now_s
+        self.noted(self)
 
     def touch(self) -> None:
         """Interest without a request (one that did not want to wait): keeps what it woke for the keep-alive."""
@@ -265,6 +268,7 @@ class Lanes:
         whole = Room(bounds.max_requests, bounds.max_bytes)
         self.granted: Callable[[FunctionKey], Room] = lambda key: whole
         """This gateway's part of a function's bounds, which hold for all gateways together."""
+        self.noted: Callable[[Lane], None] = lambda lane: None
         self._lanes: dict[tuple[FunctionKey, str], Lane] = {}
         self._of: dict[FunctionKey, dict[str, Lane]] = {}
         self._paused: dict[FunctionKey, str] = {}
@@ -273,6 +277,7 @@ class Lanes:
         lane = self._lanes.get((key, identity))
         if lane is None:
             lane = self._lanes[key, identity] = Lane(key, identity)
+            lane.noted = self.noted
             self._of.setdefault(key, {})[identity] = lane
             lane.pause(self._paused.get(key, ""))
         return lane
