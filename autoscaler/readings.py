@@ -84,9 +84,9 @@ def forecast_fault(forecast: Forecast, now_s: float) -> str:
         return "made in the future"
     if not forecast.step_s > 0:
         return "its step is not positive"
-    for rate in forecast.rate:
-        if not 0 <= rate < _INFINITY:
-            return f"a rate is {rate}"
+    # NaN makes a sum NaN; a negative rate among others does not show in it, and is as wrong.
+    if forecast.rate and not (0 <= sum(forecast.rate) < _INFINITY and min(forecast.rate) >= 0):
+        return "a rate is negative or not a number"
     for opens_s, closes_s in forecast.warm or ():
         if not 0 <= opens_s <= closes_s:
             return f"a window is {opens_s} to {closes_s}"
