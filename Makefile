@@ -23,7 +23,7 @@ demo: $(VENV)/.runtime
 	@$(BIN)/stoker demo
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=25 --durations-min=3 $(PYTEST_ARGS)
 
 lint: $(VENV)/.development
 	$(BIN)/ruff check .
