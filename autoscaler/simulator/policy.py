@@ -2,7 +2,7 @@
 
 The simulator asks at moments, not at every request: an arrival that no ready replica has room for (`on_arrival`), a
 function that has been idle (`on_idle`), a replica that became ready or a moment the policy named (`on_timer`). What
-happened in between is in the view: arrivals, area under the concurrency, peak, gaps.
+happened in between is in the view: arrivals, area under the concurrency, peak, gaps. An answer holds until the next.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ class Wish:
     ask_again_s: float | None = None
     """`on_timer` is called then; each answer replaces the one before. None: not by time alone."""
     idle_after_s: float = 0.0
-    """`on_idle` is called when the function has been idle for so long (and not before it has)."""
+    """`on_idle` is called when the function has been idle for so long, once for each time it is idle; infinite:
+    never."""
+    busy_above: int = 1 << 60
+    """`on_arrival` is also called for a request that found a place if more than so many run then."""
 
 
 class View(Protocol):
@@ -78,6 +81,10 @@ class View(Protocol):
     @property
     def first_token_s_sum(self) -> float: ...
     @property
+    def prompt_tokens_sum(self) -> int: ...
+    @property
+    def output_tokens_sum(self) -> int: ...
+    @property
     def waiting_since_s(self) -> float | None:
         """When the oldest waiting request arrived."""
         ...
@@ -115,18 +122,33 @@ class Policy(Protocol):
         """Asked when a request would have to wait although a replica is ready; False refuses it."""
         ...
 
+    def loss_s(self, view: View, now_s: float) -> float | None:
+        """Asked when no slot has room for somebody's start: expected seconds of people's waiting that ending an idle
+        replica of this function costs. None: nobody has to go for another."""
+        ...
 
-class Fixed:
-    """`replicas` of every function, always: the trivial policy, for tests and as an upper bound of cost."""
+
+class Asked:
+    """What a policy answers that has no opinion: nothing is refused, nobody makes room."""
 
     stops_starting = False
+
+    def begin(self, workload: Workload, cluster: Cluster, prices: Prices, now_s: float) -> None:
+        pass
+
+    def admits(self, view: View, prompt_tokens: int, output_tokens: int, now_s: float) -> bool:
+        return True
+
+    def loss_s(self, view: View, now_s: float) -> float | None:
+        return None
+
+
+class Fixed(Asked):
+    """`replicas` of every function, always: the trivial policy, for tests and as an upper bound of cost."""
 
     def __init__(self, replicas: int = 1) -> None:
         self.name = f"fixed:{replicas}"
         self._wish = Wish(replicas, None, float("inf"))
-
-    def begin(self, workload: Workload, cluster: Cluster, prices: Prices, now_s: float) -> None:
-        pass
 
     def on_arrival(self, view: View, now_s: float) -> Wish:
         return self._wish
@@ -136,6 +158,3 @@ class Fixed:
 
     def on_timer(self, view: View, now_s: float) -> Wish:
         return self._wish
-
-    def admits(self, view: View, prompt_tokens: int, output_tokens: int, now_s: float) -> bool:
-        return True

@@ -106,8 +106,18 @@ class Workload:
         total = np.zeros(len(self.functions))
         for index, function in enumerate(self.functions):
             mine = self.function == index
-            lengths = np.stack([self.prompt_tokens[mine], self.output_tokens[mine]], axis=1)
-            distinct, counts = np.unique(lengths, axis=0, return_counts=True)
-            per_request = [function.service.full_batch_device_s(int(p), int(o)) for p, o in distinct]
-            total[index] = float(np.dot(per_request, counts)) * function.device_share if len(counts) else 0.0
+            service = function.service
+            prompts = self.prompt_tokens[mine].astype(np.float64)
+            outputs = self.output_tokens[mine].astype(np.float64)
+            batch = np.full(len(prompts), float(service.max_requests))
+            if service.kv_tokens > 0:
+                batch = np.clip(service.kv_tokens // np.maximum(prompts + outputs, 1), 1, service.max_requests)
+            # `ServiceModel.full_batch_device_s` of each, added up.
+            step_s = (
+                service.step_base_s
+                + service.step_per_request_s * batch
+                + service.step_per_context_token_s * batch * (prompts + outputs // 2)
+            )
+            seconds = prompts / service.prefill_tokens_per_s + np.maximum(outputs, 1) * step_s / batch
+            total[index] = function.held_devices * float(seconds.sum())
         return total
