@@ -19,6 +19,8 @@ from autoscaler.marginal import capacity, steady, worth_having
 ASSUMED_CONCURRENCY: Final = 8.0
 KV_FULL: Final = 0.95
 """Share of the KV memory above which replicas begin to put requests off."""
+MARGIN: Final = 0.8
+"""Share of an objective that has to hold with fewer replicas before there are fewer."""
 BURST_MIN: Final = 8
 """Arrivals in ten seconds below which nothing is a burst."""
 BURST_FACTOR: Final = 2.0
@@ -156,6 +158,33 @@ def _by_objectives(spec: ScalingSpec, observed: Observed, ready: int, starting: 
     if expected_s > objective_s and expected_s > start_s(observed):
         return Need(ready + 1, Reason.OBJECTIVE, f"{expected_s:.3g} s to the first token expected of {ready}")
     return None
+
+
+def fewer_would_break(spec: ScalingSpec, observed: Observed, ready: int, fewer: int) -> str:
+    """What of tokens and objectives would not hold with `fewer` ready replicas, if what runs now were moved together;
+    nothing if all would. With a margin, so that what was added for a reason is not taken back at once."""
+    running = observed.running
+    if fewer < 1 or running + observed.waiting <= fewer:
+        return ""
+    more, service = ready / fewer, observed.service
+    share = observed.kv_used_share
+    if share is not None and share * more > MARGIN * KV_FULL:
+        return f"{share:.0%} of the KV memory on {ready} is too much for {fewer}"
+    if service is not None and service.kv_tokens:
+        tokens = observed.running_tokens + observed.waiting_tokens
+        if tokens > MARGIN * service.kv_tokens * fewer:
+            return f"{tokens} tokens are too many for {fewer}"
+    objective_s = spec.token_objective_s
+    if objective_s is not None:
+        expected_s = 0.0 if observed.token_s is None else observed.token_s
+        if service is not None:
+            expected_s = service.step_s(math.ceil(running / fewer), observed.running_tokens // fewer)
+        if expected_s > MARGIN * objective_s:
+            return f"{expected_s:.3g} s a token are too near to {objective_s:g} for {fewer}"
+    objective_s = spec.first_token_objective_s
+    if objective_s is not None and observed.first_token_s is not None and observed.first_token_s > MARGIN * objective_s:
+        return f"{observed.first_token_s:.3g} s to the first token are too near to {objective_s:g} for {fewer}"
+    return ""
 
 
 def lead_s(observed: Observed) -> float:

@@ -15,13 +15,24 @@ from typing import Final
 from autoscaler.decision import Decision, Observed, Phase, Reason, ReplicaView, ScalingSpec
 from autoscaler.forecast import Forecast
 from autoscaler.keeping import KEEP_ALIVE_MIN_S, keep_alive_s, start_s
-from autoscaler.needs import Need, arrival_rate, bursting, floor_of, needed_for, needed_now, places_of, spare_until_s
+from autoscaler.needs import (
+    Need,
+    arrival_rate,
+    bursting,
+    fewer_would_break,
+    floor_of,
+    needed_for,
+    needed_now,
+    places_of,
+    spare_until_s,
+)
 from autoscaler.readings import fault_of, forecast_fault
 
 __all__ = ["choose_victims", "decide", "keep_alive_s", "needed_for", "warm_workers"]
 
 BUDGET_AGAIN_S: Final = 60.0
 PANIC_AGAIN_S: Final = 5.0
+HELD_AGAIN_S: Final = 5.0
 QUOTA_AGAIN_S: Final = 1.0
 WAITING_AGAIN_S: Final = (0.5, 5.0)
 _FROM_ZERO: Final = frozenset({Reason.SCALE_OUT, Reason.MARGINAL, Reason.PANIC})
@@ -194,6 +205,8 @@ def _fewer(
         peak = max(peak, observed.peaks[0][1])
     if stage_one >= current:
         return answer(current, Reason.HOLD_WINDOW, f"up to {peak} at once lately", _sooner(again_s, until_s))
+    if demand and (broken := fewer_would_break(spec, observed, current, stage_one)):
+        return answer(current, Reason.HOLD_WINDOW, broken, _sooner(again_s, now_s + HELD_AGAIN_S))
     if _budget_spent(spec, observed):
         return _over_budget(spec, observed, current, now_s, answer)
     return answer(
