@@ -12,9 +12,6 @@ from collections.abc import Callable, Sequence
 from autoscaler.homes import Resident
 from autoscaler.work import Work
 
-ROOM_WAIT_S = 30.0
-"""What a replica without room is taken to wait for room by itself: an idle one that costs less than that may go."""
-
 MayEnd = Callable[[Resident, Work], bool]
 
 
@@ -26,12 +23,15 @@ def loss_s(in_flight: int, resume_s: float, wanted: float, reload_s: float, cach
 
 
 def may_end_by_default(resident: Resident, work: Work) -> bool:
-    """Lower priorities, and for somebody who waits an idle equal. What is starting is never ended for others."""
-    if resident.starting:
+    """Lower priorities, and idle equals whose loss is less than what those who wait would lose. What is starting is
+    never ended for others, nor what its function must have (an infinite loss)."""
+    if resident.starting or resident.loss_s == float("inf"):
         return False
     if resident.priority < work.priority:
         return True
-    return resident.idle and resident.priority == work.priority and resident.loss_s < ROOM_WAIT_S and work.waiting > 0
+    if not resident.idle or resident.priority > work.priority:
+        return False
+    return resident.loss_s < work.waiting * work.room_wait_s
 
 
 def choose_victims(

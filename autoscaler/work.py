@@ -35,6 +35,9 @@ class Work:
     kv_load_s: float | None = None
     """To load its stored KV instead; None: there is none."""
     waiting: int = 0
+    """Requests that wait for it: a replica that nobody waits for pushes nobody aside."""
+    room_wait_s: float = 30.0
+    """After this long there would be room without anybody's having to go: a slot that can be had, or a guess."""
     priority: int = 0
     load: tuple[float, ...] = ()
     """Predicted busy share of one device, per step of the horizon."""

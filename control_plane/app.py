@@ -46,6 +46,7 @@ from control_plane.journal import Journal
 from control_plane.kv_collection import KvCollection
 from control_plane.kv_desk import KvDesk
 from control_plane.kv_index import KvIndex
+from control_plane.lanes import FunctionKey
 from control_plane.ledger import Ledger
 from control_plane.live_request import LiveRequest
 from control_plane.loop import ControlLoop
@@ -53,6 +54,7 @@ from control_plane.metrics import Metrics
 from control_plane.object_store import StoreWatch
 from control_plane.parking import Parking
 from control_plane.peers import Peers
+from control_plane.placing import Placing
 from control_plane.queue_shares import QueueShares
 from control_plane.quotas import Quotas
 from control_plane.records import RequestState
@@ -61,6 +63,7 @@ from control_plane.seating import Seating
 from control_plane.serving import Serving
 from control_plane.settings import Settings
 from control_plane.shares import Shares
+from control_plane.slot_scaling import SlotScaling
 from control_plane.slot_table import SlotTable
 from control_plane.standings import Standings
 from control_plane.tenants import Keys
@@ -133,6 +136,9 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
     demand = Demand(dispatcher.lanes, gateways)
     sender = DemandSender(demand, gateways, peers)
     loop = ControlLoop(settings, functions, serving, dispatcher, fleet, seating, decisions, gateways, demand, sender)
+    _tell_placing(fleet.placing, seating, functions)
+    fleet.placing.on_room = loop.poke
+    slot_scaling = SlotScaling(fleet, slots, decisions, settings.slot.hold_s, lambda: loop.leads)
     traces = open_traces(os.environ)
     if traces is not None:
         fleet.watchers.append(traces.replica_changed)
@@ -165,6 +171,7 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
         adopting=adopting,
         sender=sender,
         loop=loop,
+        slot_scaling=slot_scaling,
         serving=serving,
         importing=importing,
         prompts=prompts,
@@ -177,6 +184,18 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
     )
     _connect_gateways(context)
     return context
+
+
+def _tell_placing(placing: Placing, seating: Seating, functions: FunctionStore) -> None:
+    def in_flight(replica_id: str) -> int:
+        seat = seating.seat(replica_id)
+        return seat.taken if seat is not None else 0
+
+    def kept(key: FunctionKey) -> int:
+        function = functions.find(key[1], key[0])
+        return function.spec.scaling.min_replicas if function is not None else 0
+
+    placing.in_flight, placing.kept = in_flight, kept
 
 
 def _slots(settings: Settings, db: Database, gateways: Gateways, peers: Peers) -> Backend:
@@ -255,6 +274,7 @@ async def close_context(context: AppContext) -> None:
     context.ready = False
     context.loop.stop()
     await context.importing.close()
+    await context.slot_scaling.close()
     await context.adopting.close()
     await context.dispatcher.close()
     await context.kv_desk.close()

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from control_plane.serving import Serving
     from control_plane.settings import Settings
     from control_plane.shares import Shares
+    from control_plane.slot_scaling import SlotScaling
     from control_plane.standings import Standings
     from control_plane.tenants import Keys
     from control_plane.traces import Traces
@@ -72,6 +73,7 @@ class AppContext:
     adopting: Adopting
     sender: DemandSender
     loop: ControlLoop
+    slot_scaling: SlotScaling
     serving: Serving
     importing: Importing
     prompts: PromptMakers

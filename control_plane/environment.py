@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from control_plane.settings import Settings
+from control_plane.settings import Settings, SlotRange
 
 
 def _patterns(text: str) -> tuple[str, ...]:
@@ -76,7 +76,9 @@ ENVIRONMENT: Final[dict[str, tuple[str, str, Callable[[str], Any]] | None]] = {
     "STOKER_QUEUE_BYTES": ("queue", "max_bytes", _count),
     "STOKER_LEASE_S": ("gateway", "lease_s", _seconds),
     "STOKER_ADVERTISE_URL": ("gateway", "url", str),
-    "STOKER_SLOTS": ("slot", "count", _count),
+    "STOKER_SLOTS": ("slot", "range", SlotRange.parse),
+    "STOKER_SLOT_HOLD_S": ("slot", "hold_s", _seconds),
+    "STOKER_SLOT_REPLICAS": ("slot", "most_replicas", _count),
     "STOKER_WARM_WORKERS": ("slot", "warm_workers", _count),
     "STOKER_POOL_BYTES": ("slot", "pool_bytes", _count),
     "STOKER_DISK_BYTES": ("slot", "disk_bytes", _count),

@@ -10,18 +10,16 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 
-from autoscaler.homes import Device, SlotHome
-from autoscaler.placement import Placement, place
-from autoscaler.work import Work
+from autoscaler.placement import Placement
 from control_plane.backends.base import Backend, SlotRefused, SlotUnavailable
 from control_plane.errors import StokerError
 from control_plane.lanes import FunctionKey
+from control_plane.placing import Placing
 from function_runtime.protocol import (
     EngineOptions,
     Peer,
@@ -34,6 +32,7 @@ from function_runtime.protocol import (
 )
 
 logger = logging.getLogger(__name__)
+K = TypeVar("K")
 
 KEEP_ENDED: Final = 200
 PEERS: Final = 4
@@ -61,9 +60,13 @@ class Fleet:
     def __init__(self, backend: Backend, books: ReplicaBooks) -> None:
         self._backend = backend
         self._books = books
+        self.placing = Placing(self, backend)
         self.replicas: dict[str, ReplicaStatus] = {}
         """Living ones and, behind them, the last that ended."""
         self.slot_of: dict[str, str] = {}
+        self._living: dict[FunctionKey, dict[str, None]] = {}
+        self._here: dict[str, dict[str, None]] = {}
+        """Living replicas by function and by slot."""
         self.slots: dict[str, SlotState] = {}
         """Slots whose agents are in sight now."""
         self.on_replica: Callable[[ReplicaStatus, ReplicaStatus | None], None] = lambda status, before: None
@@ -72,6 +75,8 @@ class Fleet:
         """Told likewise, before."""
         self.on_slot: Callable[[str, bool], None] = lambda slot_id, anew: None
         """Told when a slot came into sight (`anew`: under another agent) or went out of it."""
+        self.on_victim: Callable[[str, str], None] = lambda replica_id, reason: None
+        """Told of a replica that has to end for another, and why."""
         self.is_closed: Callable[[str], bool] = lambda slot_id: False
         """Whether a slot takes no new replica."""
         self._closed: set[str] = set()
@@ -118,29 +123,25 @@ class Fleet:
             await waiter
 
     def living(self, key: FunctionKey | None = None) -> list[ReplicaStatus]:
-        return [
-            status
-            for status in self.replicas.values()
-            if status.state not in GONE and (key is None or (status.spec.tenant, status.function) == key)
-        ]
+        if key is not None:
+            return [self.replicas[replica_id] for replica_id in self._living.get(key, ())]
+        return [self.replicas[replica_id] for known in self._living.values() for replica_id in known]
+
+    def on(self, slot_id: str) -> list[ReplicaStatus]:
+        """Living ones there."""
+        return [self.replicas[replica_id] for replica_id in self._here.get(slot_id, ())]
 
     # --- commands ---
 
-    def place(self, needed_bytes: int, pool_identity: str) -> Placement | None:
-        """The slot where a new replica would be ready soonest; those that were only just asked for count."""
-        living = Counter(self.slot_of[status.replica_id] for status in self.living())
-        homes = [
-            SlotHome(
-                slot_id=slot_id,
-                devices=(Device(self._backend.free_bytes(slot_id), load=(min(0.1 * living[slot_id], 0.9),)),),
-                replicas=living[slot_id],
-                warm_workers=state.warm_workers,
-                pool=frozenset(entry.identity for entry in state.pool if entry.state == "ready"),
-            )
-            for slot_id, state in self.slots.items()
-            if not self.is_closed(slot_id)
-        ]
-        return place(Work(identity=pool_identity, device_bytes=needed_bytes), homes, time.monotonic())
+    def place(self, spec: ReplicaSpec, *, count: int = 1, waiting: int = 0) -> Placement | None:
+        """The slot where a new replica would be ready soonest; those that were only just asked for count. Where others
+        have to go for it, they are told to, and there is no room until they have."""
+        placement = self.placing.place(self.placing.work(spec, waiting=waiting), count)
+        if placement is None or not placement.victims:
+            return placement
+        for replica_id in placement.victims:
+            self.on_victim(replica_id, f"makes room for {spec.function}")
+        return None
 
     def start_replica(self, slot_id: str, spec: ReplicaSpec) -> None:
         """Counted as starting at once; a slot that cannot be reached makes it a failed start that may be repeated."""
@@ -212,14 +213,17 @@ class Fleet:
 
     def _peers(self, slot_id: str, identity: str, just_warmed: Sequence[str] = ()) -> tuple[Peer, ...]:
         """Other slots whose pools have some form of a checkpoint, those with the fewest replicas first."""
-        living = Counter(self.slot_of[status.replica_id] for status in self.living())
         holders = [
             other
             for other, state in self.slots.items()
             if other != slot_id
             and (other in just_warmed or any(e.identity == identity and e.state == "ready" for e in state.pool))
         ]
-        return self._backend.peers(sorted(holders, key=lambda other: living[other])[:PEERS]) if identity else ()
+        return (
+            self._backend.peers(sorted(holders, key=lambda other: len(self._here.get(other, ())))[:PEERS])
+            if identity
+            else ()
+        )
 
     async def warm_pool(
         self, manifest_path: str, identity: str, dtype: str, slot_ids: Sequence[str] | None = None
@@ -264,18 +268,15 @@ class Fleet:
         known = self.slots.get(slot_id)
         first = known is None or known.incarnation != state.incarnation
         self.slots[slot_id] = state
+        self.placing.changed(slot_id)
         self._empty.discard(slot_id)
         for status in state.replicas:
             self._take(slot_id, status)
         if first:
             there = {status.replica_id for status in state.replicas}
-            for status in self.living():
+            for status in self.on(slot_id):
                 placeholder = status.pid == 0 and status.state is ReplicaState.STARTING
-                if (
-                    self.slot_of.get(status.replica_id) == slot_id
-                    and status.replica_id not in there
-                    and not placeholder
-                ):
+                if status.replica_id not in there and not placeholder:
                     self._take(slot_id, gone_with_agent(status))
             self._end_unended(slot_id)
         self.on_slot(slot_id, first)
@@ -294,9 +295,9 @@ class Fleet:
         self.slots.pop(slot_id, None)
         if agent_gone:
             self._empty.add(slot_id)
-            for status in self.living():
-                if self.slot_of.get(status.replica_id) == slot_id:
-                    self._take(slot_id, gone_with_agent(status))
+            for status in self.on(slot_id):
+                self._take(slot_id, gone_with_agent(status))
+        self.placing.changed(slot_id)
         self.on_slot(slot_id, False)
         if agent_gone:
             self._tell_waiters()
@@ -307,7 +308,9 @@ class Fleet:
             return  # nothing comes after the end
         self.slot_of[status.replica_id] = slot_id
         self.replicas[status.replica_id] = status
+        self._index(slot_id, status)
         if before is None or before.state is not status.state:
+            self.placing.changed(slot_id)
             error = f" error={status.error.code}" if status.error is not None else ""
             logger.info(
                 "event=replica state=%s replica=%s function=%s revision=%d%s",
@@ -317,11 +320,22 @@ class Fleet:
             self.given_up.discard(status.replica_id)
             self._unended.pop(status.replica_id, None)
             self._close(status)
+            self.placing.room_came()
         elif status.state is ReplicaState.READY and (before is None or before.state is not ReplicaState.READY):
             self.spawn(self._open(status))
+        self.placing.measured.see(status, before)
         for watch in self.watchers:
             watch(status, before)
         self.on_replica(status, before)
+
+    def _index(self, slot_id: str, status: ReplicaStatus) -> None:
+        key = (status.spec.tenant, status.function)
+        if status.state not in GONE:
+            self._living.setdefault(key, {})[status.replica_id] = None
+            self._here.setdefault(slot_id, {})[status.replica_id] = None
+            return
+        _take_out(self._living, key, status.replica_id)
+        _take_out(self._here, slot_id, status.replica_id)
 
     def _close(self, status: ReplicaStatus) -> None:
         if status.replica_id not in self._closed and self.keeps_books:
@@ -350,6 +364,14 @@ class Fleet:
             except StokerError as error:
                 logger.warning("event=close_refused replica=%s error=%s", status.replica_id, error)
                 await asyncio.sleep(CLOSE_RETRY_S)
+
+
+def _take_out(index: dict[K, dict[str, None]], name: K, replica_id: str) -> None:
+    known = index.get(name)
+    if known is not None:
+        known.pop(replica_id, None)
+        if not known:
+            del index[name]
 
 
 AGENT_GONE: Final = "agent gone"

@@ -330,12 +330,7 @@ class ControlLoop:
         if record.pausing(now_s):
             self._ask_again(key, record.not_before_s)
             return
-        for _ in range(count):
-            placement = self._fleet.place(0, revision.identity or "")
-            if placement is None:
-                if self._fleet.slots:
-                    self._ask_again(key, now_s + NO_ROOM_AGAIN_S)
-                return
+        for left in range(count, 0, -1):
             try:
                 environment = resolve_environment(revision.spec, self._settings.data_dir)
             except StokerError as error:
@@ -352,6 +347,11 @@ class ControlLoop:
                 kv_store="" if revision.spec.durability == "off" else self._settings.store_uri,
                 start_timeout_s=revision.spec.timeouts.cold_start_s,
             )
+            waiting = decision.inputs.get("waiting") if decision is not None else 1
+            placement = self._fleet.place(spec, count=left, waiting=int(waiting or 0))
+            if placement is None:
+                self._ask_again(key, now_s + NO_ROOM_AGAIN_S)
+                return
             self._decisions.record(
                 "start", revision.function, spec.replica_id, None,
                 decision.detail if decision is not None else "requests of an older revision wait",

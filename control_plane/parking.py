@@ -38,6 +38,7 @@ class Parking:
         """Look at a function anew."""
         drains.on_change = self.apply
         fleet.is_closed = self.is_closed
+        fleet.on_victim = self.make_room
 
     def is_closed(self, slot_id: str) -> bool:
         """Whether a slot takes no new replica."""
@@ -75,6 +76,19 @@ class Parking:
         drain = self._why(seat.key, seat.slot_id)
         if drain is not None:
             self._dispatcher.park_seat(seat, _reason(drain), PARK_S)
+
+    def make_room(self, replica_id: str, reason: str) -> None:
+        """Somebody else needs its place more: what it runs is parked and goes on elsewhere, or later."""
+        status = self._fleet.replicas.get(replica_id)
+        if status is None or status.state not in (ReplicaState.READY, ReplicaState.DRAINING):
+            return
+        seat = self._seating.seat(replica_id)
+        if seat is not None:
+            self._dispatcher.park_seat(seat, reason, PARK_S)
+        if status.state is ReplicaState.DRAINING:
+            return
+        self._decisions.record("preempt", status.function, replica_id, None, reason, {}, tenant=status.spec.tenant)
+        self._fleet.end_replica(replica_id, PARK_S, reason)
 
     def tend(self, key: FunctionKey, living: Iterable[ReplicaStatus]) -> bool:
         """End the replicas that a drain is about; True: the function is drained, there is nothing else to decide."""

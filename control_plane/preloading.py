@@ -10,7 +10,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Final
 
-from autoscaler.preload import PRELOAD_CHANCE, Use, chances, to_preload
+from autoscaler.pooling import PRELOAD_CHANCE, Use, chances
 from control_plane.functions import Revision
 
 if TYPE_CHECKING:

@@ -464,9 +464,25 @@ _QUOTAS: Final = Migration(
     ),
 )
 
+_SLOT_PLACES: Final = Migration(
+    12,
+    "where a slot may be, at which gateway, and whether one is wanted there",
+    (
+        """
+        CREATE TABLE slot_places (
+            id TEXT PRIMARY KEY,
+            owner TEXT NOT NULL,
+            least BIGINT NOT NULL,
+            wanted BIGINT NOT NULL,
+            changed_us BIGINT NOT NULL
+        )""",
+    ),
+)
+
 MIGRATIONS: Final[tuple[Migration, ...]] = (
     _FIRST, _SECOND, _GATEWAYS, _FOURTH, _DRAINS, _TENANT_KEYS, _TENANT_RULES,
     _BEGUN,
     _SHARED_BOUNDS,
     _QUOTAS,
+    _SLOT_PLACES,
 )  # fmt: skip

@@ -132,10 +132,37 @@ class GatewaySettings:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotRange:
+    """`N`, or `MIN..MAX`: as many as are needed between the two."""
+
+    least: int = 1
+    most: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> SlotRange:
+        """Raises ValueError."""
+        least, dots, most = text.partition("..")
+        try:
+            found = cls(int(least), int(most if dots else least))
+        except ValueError:
+            raise ValueError(f"{text!r} is neither a number nor MIN..MAX") from None
+        if not 0 <= found.least <= found.most <= MOST_SLOTS:
+            raise ValueError(f"{text}: MIN and MAX are numbers from 0 to {MOST_SLOTS}, MIN not above MAX")
+        return found
+
+
+MOST_SLOTS = 64
+ELASTIC_REPLICAS = 4
+
+
+@dataclass(frozen=True, slots=True)
 class SlotSettings:
-    count: int = 1
+    range: SlotRange = SlotRange()
     """Slots on this machine, each with an agent, a directory and a pool of its own. 0: a gateway only, which uses the
-    slots of the other gateways of its database."""
+    slots of the other gateways of its database. MIN..MAX: they come and go by what is needed."""
+    most_replicas: int = 0
+    """Replicas a slot takes. 0: what memory holds, and `ELASTIC_REPLICAS` where slots come and go: without a bound one
+    slot would take everything and a second would never be needed."""
     pool_bytes: int = 0
     """Budget of the warm pool in shared memory; 0: half of what is free at the agent's start."""
     disk_bytes: int = 16 * 1024**3
@@ -147,6 +174,14 @@ class SlotSettings:
     orphan_s: float = 120.0
     """How long an agent and its replicas live on without a control plane. Shorter than a restart takes, and running
     requests are recomputed instead of carried on."""
+
+    hold_s: float = 0.0
+    """How long a slot that came as needed stays without a replica. 0: as long as getting it again would cost
+    (`control_plane.slot_scaling`)."""
+
+    @property
+    def replicas_at_most(self) -> int:
+        return self.most_replicas or (ELASTIC_REPLICAS if self.range.most > self.range.least else 0)
 
 
 @dataclass(frozen=True, slots=True)

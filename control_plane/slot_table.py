@@ -1,4 +1,7 @@
-"""Where the agents of all slots are: one row a slot, written by the gateway that started or found its agent.
+"""Where the agents of all slots are, and where slots may be: one row each, written by the gateway whose machine it is.
+
+A *place* is a slot that a gateway could have; whoever leads the control loop marks it as wanted or not, and its gateway
+follows. A slot's row is there while it has an agent.
 
 A row with another incarnation is another agent. Tokens of agents lie here in clear: whoever reads the database may
 start replicas, as whoever reads `agent.json` may. Limits: a row is a hint; whether the agent lives shows on connecting.
@@ -7,6 +10,7 @@ start replicas, as whoever reads `agent.json` may. Limits: a row is a hint; whet
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,6 +22,13 @@ INSERT INTO slots (id, host, port, token, incarnation, owner, seen_us)
 VALUES (:id, :host, :port, :token, :incarnation, :owner, :now)
 ON CONFLICT (id) DO UPDATE SET host = excluded.host, port = excluded.port, token = excluded.token,
     incarnation = excluded.incarnation, owner = excluded.owner, seen_us = excluded.seen_us"""
+_PUT_PLACE: Final = """
+INSERT INTO slot_places (id, owner, least, wanted, changed_us) VALUES (:id, :owner, :least, :wanted, :now)
+ON CONFLICT (id) DO UPDATE SET owner = excluded.owner, least = excluded.least, wanted = excluded.wanted,
+    changed_us = excluded.changed_us"""
+_PLACES: Final = "SELECT id, owner, least, wanted FROM slot_places ORDER BY id"
+_WANT: Final = "UPDATE slot_places SET wanted = :wanted, changed_us = :now WHERE id = :id AND wanted <> :wanted"
+_DROP_PLACE: Final = "DELETE FROM slot_places WHERE id = :id"
 _LIST: Final = "SELECT id, host, port, token, incarnation, owner FROM slots ORDER BY id"
 _DROP: Final = "DELETE FROM slots WHERE id = :id AND incarnation = :incarnation"
 
@@ -28,6 +39,15 @@ class SlotRow:
     info: AgentInfo
     owner: str
     """The gateway that starts its agent again when it ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPlace:
+    slot_id: str
+    owner: str
+    least: bool
+    """Its gateway always has it."""
+    wanted: bool
 
 
 class SlotTable:
@@ -60,3 +80,32 @@ class SlotTable:
         """Unless it is another agent's by now."""
         values = {"id": row.slot_id, "incarnation": row.info.incarnation}
         await self._database.write(lambda connection: connection.execute(_DROP, values).rowcount)
+
+    # --- places ---
+
+    async def put_places(self, places: Sequence[SlotPlace], gone: Sequence[str] = ()) -> None:
+        """What this gateway could have now, and what an earlier life of it could that it cannot."""
+        now = time.time_ns() // 1000
+
+        def run(connection: Connection) -> None:
+            for place in places:
+                values = {"id": place.slot_id, "owner": self._gateway_id, "now": now}
+                connection.execute(_PUT_PLACE, {**values, "least": int(place.least), "wanted": int(place.wanted)})
+            for slot_id in gone:
+                connection.execute(_DROP_PLACE, {"id": slot_id})
+
+        await self._database.write(run)
+
+    async def places(self) -> list[SlotPlace]:
+        def run(connection: Connection) -> list[SlotPlace]:
+            return [
+                SlotPlace(slot_id, owner, bool(least), bool(wanted))
+                for slot_id, owner, least, wanted in connection.execute(_PLACES).fetchall()
+            ]
+
+        return await self._database.read(run)
+
+    async def want(self, slot_id: str, wanted: bool) -> bool:
+        """Whether that was news."""
+        values = {"id": slot_id, "wanted": int(wanted), "now": time.time_ns() // 1000}
+        return await self._database.write(lambda connection: connection.execute(_WANT, values).rowcount == 1)

@@ -20,6 +20,7 @@ from control_plane.database import Connection, Database
 from control_plane.errors import StokerError
 from control_plane.fleet import GONE
 from control_plane.preloading import TELL_S, Preloading
+from control_plane.slot_scaling import LOOK_S as SLOTS_S
 from function_runtime.protocol import EngineOptions, ReplicaSpec, ReplicaState, ReplicaStatus, ReplicaTime
 
 logger = logging.getLogger(__name__)
@@ -71,6 +72,7 @@ class Upkeep:
             ("tidy", TIDY_S, self._tidy),
             ("sweep", settings.retention.sweep_s, self._sweep),
             ("refresh", settings.gateway.refresh_s, self._refresh),
+            ("slots", SLOTS_S, context.slot_scaling.look),
             ("preload", TELL_S, Preloading(context).look),
         ):
             self._spawn(self._every(name, pause_s, work))

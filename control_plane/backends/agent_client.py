@@ -110,8 +110,9 @@ class AgentClient:
         body = await self._call("GET", f"/v1/replicas/{quote(replica_id)}/log?tail={tail_lines}")
         return body.decode(errors="replace")
 
-    async def shutdown(self, grace_s: float) -> None:
-        body: dict[str, Any] = {"grace_s": grace_s}
+    async def shutdown(self, grace_s: float, *, if_idle: bool = False) -> None:
+        """`if_idle`: raises SlotRefused where there is a replica."""
+        body: dict[str, Any] = {"grace_s": grace_s, **({"if_idle": True} if if_idle else {})}
         await self._call("POST", "/v1/shutdown", msgspec.json.encode(body), timeout_s=grace_s + CALL_S)
 
     def _get_session(self) -> aiohttp.ClientSession:

@@ -1,12 +1,14 @@
 """The face of whatever provides slots: start and end replicas there, and tell what happens to them.
 
-A backend owns the connections to its agents and reports to one listener; it decides nothing. Limits: slots themselves
-are neither bought nor returned through it yet.
+A backend owns the connections to its agents and reports to one listener; it decides nothing. Slots of a class come and
+go through it, too: `add_slots` begins to get some, which are heard of once they are there, `remove_slot` gives an idle
+one back. Limits: how long a slot takes to come is told by the one that came.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from function_runtime.protocol import Peer, ReplicaSpec, ReplicaStatus, SlotState
@@ -23,6 +25,24 @@ class SlotRefused(SlotUnavailable):
         super().__init__(f"{code}: {message}")
         self.code = code
         self.message = message
+
+
+@dataclass(frozen=True, slots=True)
+class SlotClass:
+    """Slots that are alike: where work that needs one of them may go. On one machine there is one class."""
+
+    name: str = ""
+    least: int = 1
+    """Never fewer."""
+    most: int = 1
+    devices: int = 1
+    """Of each slot."""
+    most_replicas: int = 0
+    """That a slot takes; 0: what its memory holds."""
+
+    @property
+    def elastic(self) -> bool:
+        return self.most > self.least
 
 
 class SlotListener(Protocol):
@@ -46,7 +66,34 @@ class Backend(Protocol):
         """Stop watching; replicas live on unless `end_agents`."""
 
     @property
-    def slot_ids(self) -> tuple[str, ...]: ...
+    def slot_ids(self) -> tuple[str, ...]:
+        """Those that are watched: heard of, or expected to be."""
+        ...
+
+    @property
+    def classes(self) -> tuple[SlotClass, ...]:
+        """How many slots there may be, over all gateways."""
+        ...
+
+    def class_of(self, slot_id: str) -> str: ...
+
+    @property
+    def coming(self) -> Mapping[str, float]:
+        """Slots that were asked for and have not been heard yet, with the seconds since."""
+        ...
+
+    @property
+    def leaving(self) -> frozenset[str]:
+        """Slots that are being given back: nothing new goes there."""
+        ...
+
+    async def add_slots(self, class_name: str, count: int) -> int:
+        """Begin to get so many more; how many could be begun (the class has a bound). Raises SlotUnavailable."""
+        ...
+
+    async def remove_slot(self, slot_id: str) -> None:
+        """Give a slot back on which nothing runs. Raises SlotRefused where something does, which whoever ends it knows
+        better than whoever asked; SlotUnavailable where that cannot be told."""
 
     def free_bytes(self, slot_id: str) -> int:
         """Memory a new replica could have there."""

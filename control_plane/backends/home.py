@@ -11,6 +11,8 @@ import fcntl
 import hashlib
 import logging
 import os
+import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -44,6 +46,19 @@ def pool_directory(data_dir: Path, slot_dir: Path, slot_id: str) -> Path:
     return shared / f"stoker-{digest}"
 
 
+def _await_end(pid: int, within_s: float) -> None:
+    with suppress(ProcessLookupError):
+        watch = os.pidfd_open(pid)
+        try:
+            poller = select.poll()
+            poller.register(watch, select.POLLIN)
+            if not poller.poll(within_s * 1000):
+                signal.pidfd_send_signal(watch, signal.SIGKILL)
+                poller.poll()
+        finally:
+            os.close(watch)
+
+
 async def _unregistered(info: AgentInfo) -> None:
     return
 
@@ -56,9 +71,12 @@ class LocalHome:
         self._name = f"slot-{number}"
         self._dir = settings.slots_dir / str(number)
         self._process: subprocess.Popen[bytes] | None = None
+        self._pid = 0
+        """Of the agent that was heard last."""
         self._register = register
 
     async def connected(self, info: AgentInfo) -> None:
+        self._pid = info.pid
         await self._register(info)
 
     async def news(self, pause_s: float) -> None:
@@ -99,10 +117,23 @@ class LocalHome:
             with suppress(OSError):
                 os.kill(info.pid, signal.SIGKILL)
 
+    def lives(self) -> bool:
+        """Whether there is an agent, of ours or left by an earlier control plane."""
+        return self._dir.is_dir() and self._agent_lives()
+
     async def wait_ended(self, within_s: float) -> None:
         if self._process is not None:
             with suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._process.wait, within_s)
+
+    async def wait_gone(self, within_s: float) -> None:
+        """Until its agent has ended, whoever started it; one that outstays this is killed. Its pool is given back."""
+        if self._pid:
+            await asyncio.to_thread(_await_end, self._pid, within_s)
+        if self._process is not None:
+            self._process.poll()
+        pool = pool_directory(self._settings.data_dir, self._dir, self._name)
+        await asyncio.to_thread(shutil.rmtree, pool, ignore_errors=True)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         slot = self._settings.slot

@@ -52,7 +52,10 @@ class SlotLink:
         self.home = home
         self._client: AgentClient | None = None
         self._task: asyncio.Task[None] | None = None
-        self._heard_s = time.monotonic()
+        self._heard_s = self.since_s = time.monotonic()
+        self.heard = False
+        """Whether its agent has said anything since this began."""
+        self._retiring = False
 
     @property
     def agent(self) -> AgentClient:
@@ -76,6 +79,15 @@ class SlotLink:
             except SlotUnavailable as error:
                 logger.warning("event=agent_shutdown_failed slot=%s error=%s", self.slot_id, error)
 
+    async def retire(self) -> None:
+        """Ends the agent if it runs nothing; it is not looked for again then. Raises SlotRefused, SlotUnavailable."""
+        self._retiring = True
+        try:
+            await self.agent.shutdown(0.0, if_idle=True)
+        except BaseException:
+            self._retiring = False
+            raise
+
     async def _watch(self, listener: SlotListener) -> None:
         failures = 0
         while True:
@@ -93,6 +105,8 @@ class SlotLink:
             finally:
                 self._client = None
             gone = await self.home.is_gone()
+            if self._retiring:
+                return
             failures = 0 if time.monotonic() - begin_s > STEADY_S else failures + 1
             logger.warning("event=agent_lost slot=%s gone=%s reason=%s", self.slot_id, gone, reason)
             listener.slot_lost(self.slot_id, reason, agent_gone=gone)
@@ -105,7 +119,7 @@ class SlotLink:
         async for event in client.events():
             self._heard_s = time.monotonic()
             if first:
-                first = False
+                first, self.heard = False, True
                 logger.info("event=agent_connected slot=%s pid=%d", self.slot_id, info.pid)
                 await self.home.connected(info)
             if event.state is not None:

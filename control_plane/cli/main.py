@@ -65,7 +65,8 @@ def up(
         ),
     ] = None,
     slots: Annotated[
-        int | None, typer.Option(min=0, max=64, help="Slots on this machine; 0: a gateway only [1].")
+        str | None,
+        typer.Option(metavar="N|MIN..MAX", help="Slots on this machine, or as needed; 0: a gateway only [1]."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

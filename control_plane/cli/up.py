@@ -48,12 +48,12 @@ class Said:
     allow: tuple[str, ...] | None = None
     database: str | None = None
     store: str | None = None
-    slots: int | None = None
+    slots: str | None = None
 
 
 def settings_of(data_dir: Path, said: Said) -> Settings:
     from control_plane.environment import BadVariable, apply_environment, database_url, store_uri
-    from control_plane.settings import Settings
+    from control_plane.settings import Settings, SlotRange
 
     try:
         settings = apply_environment(Settings(data_dir=data_dir), os.environ)
@@ -67,11 +67,15 @@ def settings_of(data_dir: Path, said: Said) -> Settings:
         store = store_uri(said.store) if said.store else None
     except ValueError as error:
         raise CommandError(f"--store {said.store}: {error}", "correct the URI", code="bad_setting") from error
+    try:
+        slots = SlotRange.parse(said.slots) if said.slots is not None else None
+    except ValueError as error:
+        raise CommandError(f"--slots {error}", "give it a number, or MIN..MAX", code="bad_setting") from error
     given: dict[str, dict[str, object]] = {
         "database": {"url": url},
         "store": {"uri": store},
         "http": {"host": said.host, "port": said.port, "shutdown_drain_s": said.drain_s},
-        "slot": {"warm_workers": said.warm_workers, "orphan_s": said.orphan_s, "count": said.slots},
+        "slot": {"warm_workers": said.warm_workers, "orphan_s": said.orphan_s, "range": slots},
         "models": {"allowed": said.allow},
     }
     for group, fields in given.items():
@@ -79,7 +83,7 @@ def settings_of(data_dir: Path, said: Said) -> Settings:
         settings = dataclasses.replace(
             settings, **{group: dataclasses.replace(getattr(settings, group), **said_fields)}
         )
-    if settings.slot.count == 0 and not settings.shared:
+    if settings.slot.range.most == 0 and not settings.shared:
         raise CommandError(
             "without slots nothing can run here",
             "give it --slots 1 or more, or a --database whose other gateways have slots",

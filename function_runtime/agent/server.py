@@ -51,6 +51,8 @@ class PoolForecast(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Shutdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grace_s: float = 10.0
+    if_idle: bool = False
+    """Refused while there is a replica, whatever state it is in; once it is not, none is started any more."""
 
 
 def _json(value: Any, status: int = 200) -> web.Response:
@@ -195,6 +197,8 @@ class AgentServer:
 
     async def shut_down(self, request: web.Request) -> web.Response:
         wish = await _body(request, Shutdown)
+        if wish.if_idle:
+            self._slot.close_if_idle()
         if not self.shutdown_wanted.done():
             self.shutdown_wanted.set_result(wish.grace_s)
         return _json({"ending": True})

@@ -340,6 +340,13 @@ class Slot:
         self.workers.map_ahead(self.pool.ready_paths())
         self.events.publish(SlotEvent(state=self.state()))
 
+    def close_if_idle(self) -> None:
+        """Takes no replica from now on. Raises SlotError where there is one: whoever asked knew less."""
+        live = self.live
+        if live:
+            raise SlotError("slot_busy", f"{len(live)} replicas are here, {live[0].id} among them", retry=False)
+        self.closing = True
+
     async def close(self, grace_s: float, reason: str) -> None:
         """Ends every replica, the workers that wait, and the template."""
         self.closing = True

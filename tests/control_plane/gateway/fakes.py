@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from control_plane.backends.base import SlotListener, SlotUnavailable
+from control_plane.backends.base import SlotClass, SlotListener, SlotUnavailable
 from function_runtime.protocol import (
     Accepted,
     Attach,
@@ -235,7 +235,8 @@ class FakeReplica:
 class FakeSlot:
     """A backend with one slot in this process."""
 
-    def __init__(self, behaviour: Behaviour | None = None) -> None:
+    def __init__(self, behaviour: Behaviour | None = None, slot_id: str = "slot-0") -> None:
+        self.slot_id = slot_id
         self.behaviour = behaviour or Behaviour()
         self.replicas: dict[str, FakeReplica] = {}
         self.statuses: dict[str, ReplicaStatus] = {}
@@ -251,7 +252,28 @@ class FakeSlot:
 
     @property
     def slot_ids(self) -> tuple[str, ...]:
-        return ("slot-0",)
+        return (self.slot_id,)
+
+    @property
+    def classes(self) -> tuple[SlotClass, ...]:
+        return (SlotClass(),)
+
+    def class_of(self, slot_id: str) -> str:
+        return ""
+
+    @property
+    def coming(self) -> Mapping[str, float]:
+        return {}
+
+    @property
+    def leaving(self) -> frozenset[str]:
+        return frozenset()
+
+    async def add_slots(self, class_name: str, count: int) -> int:
+        return 0
+
+    async def remove_slot(self, slot_id: str) -> None:
+        raise SlotUnavailable("this slot stays")
 
     @property
     def living(self) -> list[FakeReplica]:
@@ -268,17 +290,26 @@ class FakeSlot:
         self._listeners.pop(reader, None)
 
     def tell_state(self, only: int | None = None) -> None:
-        state = SlotState("slot-0", 1, self.incarnation, True, 0, self.warm_target, 0, 0,
+        state = SlotState(self.slot_id, 1, self.incarnation, True, 0, self.warm_target, 0, 0,
                           replicas=tuple(self.statuses.values()))  # fmt: skip
         for reader, listener in list(self._listeners.items()):
             if only in (None, reader):
-                listener.slot_state("slot-0", state)
+                listener.slot_state(self.slot_id, state)
 
     def go_out_of_sight(self) -> None:
         """Its agent is not heard any more, and may live."""
         self.in_reach = False
         for listener in list(self._listeners.values()):
-            listener.slot_lost("slot-0", "no news", agent_gone=False)
+            listener.slot_lost(self.slot_id, "no news", agent_gone=False)
+
+    async def vanish(self) -> None:
+        """Like a machine that is no more: its processes are gone, and that is known."""
+        self.in_reach = False
+        for replica in self.living:
+            await replica.die()
+        self.statuses.clear()
+        for listener in list(self._listeners.values()):
+            listener.slot_lost(self.slot_id, "the machine is gone", agent_gone=True)
 
     def come_back(self) -> None:
         self.in_reach = True
@@ -303,7 +334,7 @@ class FakeSlot:
     def _tell(self, replica_id: str, **changes: Any) -> None:
         status = self.statuses[replica_id] = msgspec.structs.replace(self.statuses[replica_id], **changes)
         for listener in list(self._listeners.values()):
-            listener.replica_changed("slot-0", status)
+            listener.replica_changed(self.slot_id, status)
 
     async def start_replica(self, slot_id: str, spec: ReplicaSpec) -> ReplicaStatus:
         if not self.in_reach:
