@@ -86,6 +86,8 @@ class Fleet:
         """Ends that an agent out of sight was not told of, with grace and reason."""
         self._empty: set[str] = set()
         """Slots out of sight that are known to have no agent, and so no replicas."""
+        self._warm = 0
+        self._warm_more: dict[str, int] = {}
         self.keeps_books = True
         """Whether what replicas cost is written down here: one gateway of a database does."""
         self._waiters: list[asyncio.Future[None]] = []
@@ -205,11 +207,27 @@ class Fleet:
             self.end_replica(replica_id, *self._unended.pop(replica_id))
 
     async def warm(self, workers: int) -> None:
+        """Workers that wait in every slot; more may wait in some (`warm_more`), and none at all if this is 0."""
+        self._warm = workers
         for slot_id in list(self.slots):
-            try:
-                await self._backend.warm(slot_id, workers)
-            except SlotUnavailable as error:
-                logger.warning("event=warm_refused slot=%s error=%s", slot_id, error)
+            await self._tell_warm(slot_id)
+
+    async def warm_more(self, workers: Mapping[str, int]) -> None:
+        self._warm_more = dict(workers)
+        for slot_id in list(self.slots):
+            await self._tell_warm(slot_id)
+
+    def warm_target(self, slot_id: str) -> int:
+        return max(self._warm, self._warm_more.get(slot_id, 0)) if self._warm else 0
+
+    async def _tell_warm(self, slot_id: str) -> None:
+        state, target = self.slots.get(slot_id), self.warm_target(slot_id)
+        if state is None or state.warm_target == target:
+            return
+        try:
+            await self._backend.warm(slot_id, target)
+        except SlotUnavailable as error:
+            logger.warning("event=warm_refused slot=%s error=%s", slot_id, error)
 
     def _peers(self, slot_id: str, identity: str, just_warmed: Sequence[str] = ()) -> tuple[Peer, ...]:
         """Other slots whose pools have some form of a checkpoint, those with the fewest replicas first."""

@@ -185,7 +185,7 @@ class ControlLoop:
             self.on_new_agent(slot_id)
         self.poke_all()
         state = self._fleet.slots.get(slot_id)
-        if state is not None and state.warm_target != self._warm_target:
+        if state is not None and state.warm_target != self._fleet.warm_target(slot_id):
             self._warm_target = -1
             self._set_warm()
 

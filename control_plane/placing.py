@@ -59,8 +59,10 @@ class Placing:
         """Told of a function that found none, when something has ended."""
         self.in_flight: Callable[[str], int] = lambda replica_id: 0
         """Requests that a replica runs."""
-        self.wanted: Callable[[ReplicaStatus], float] = lambda status: 1.0
-        """How likely a replica is asked for again while it would be kept anyway."""
+        self.chances: Mapping[str, float] = {}
+        """Of each checkpoint's being wanted within the horizon of `autoscaler.pooling`, where that is known."""
+        self.expected: Callable[[FunctionKey, float], float] = lambda key, horizon_s: 0.0
+        """Arrivals that a forecast expects within so many seconds."""
         self.kept: Callable[[FunctionKey], int] = lambda key: 0
         """Replicas a function must have: nobody ends them for another."""
         self.priority: Callable[[FunctionKey], int] = lambda key: 0
@@ -179,7 +181,7 @@ class Placing:
         key, in_flight = (status.spec.tenant, status.function), self.in_flight(status.replica_id)
         measured, identity = self.measured, status.spec.identity
         reload_s = measured.start_s(identity)  # its weights stay in the pool
-        lost_s = loss_s(in_flight, RESUME_S, self.wanted(status), reload_s)
+        lost_s = loss_s(in_flight, RESUME_S, self.chances.get(identity, 1.0), reload_s)
         if len(self._fleet.living(key)) <= self.kept(key):
             lost_s = float("inf")
         return Resident(

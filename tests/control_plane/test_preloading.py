@@ -19,12 +19,19 @@ class Fleet:
         self.slots = {"s0": state}
         self.told: list[tuple[dict[str, float], float]] = []
         self.warmed: list[tuple[str, tuple[str, ...]]] = []
+        self.workers: list[dict[str, int]] = []
+        measured = SimpleNamespace(fork_s=1.5)
+        self.placing = SimpleNamespace(chances={}, measured=measured, expected=lambda key, horizon_s: self.expected)
+        self.expected = 0.0
 
     def living(self, key: tuple[str, str]) -> list[object]:
         return []
 
     async def expect_pool(self, chances: dict[str, float], holds_s: float) -> None:
         self.told.append((dict(chances), holds_s))
+
+    async def warm_more(self, workers: dict[str, int]) -> None:
+        self.workers.append(workers)
 
     async def warm_pool(self, path: str, identity: str, dtype: str, slot_ids: list[str]) -> dict[str, str]:
         self.warmed.append((identity, tuple(slot_ids)))
@@ -65,6 +72,15 @@ async def test_a_habit_keeps_a_model_in_the_pools_and_brings_it_back() -> None:
     assert fleet.told == [({"c0ffee": pytest.approx(20 / 21)}, HOLDS_S)]
     assert fleet.warmed == [("c0ffee", ("s0",))]
     assert context.decisions.recorded[0][0] == "preload"
+    assert fleet.placing.chances == fleet.told[0][0], "what ending one would lose is judged by the same"
+
+
+async def test_a_forecast_has_a_model_loaded_and_workers_waiting_before_anybody_asks() -> None:
+    fleet = Fleet()
+    fleet.expected = 3.0
+    await Preloading(context_of(fleet, Lane(1000, 60))).look()
+    assert fleet.warmed == [("c0ffee", ("s0",))]
+    assert fleet.workers == [{"s0": 1}]
 
 
 async def test_what_is_there_is_not_loaded_again_and_a_full_pool_takes_nothing_ahead() -> None:
