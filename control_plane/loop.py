@@ -112,6 +112,7 @@ class ControlLoop:
     def _calmed(self, key: FunctionKey) -> None:
         self._calm.pop(key, None)
         self.poke(key)
+        self._fleet.placing.room_came()  # who has just become idle may make room
 
     def wake(self, servable: Servable) -> None:
         """Somebody is interested but does not wait: as good as one waiting request, for one start."""

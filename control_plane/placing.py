@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 AGE_S: Final = 10.0
 """Free memory and forecasts move without a word: no older than this."""
+SOON_S: Final = 0.1
+"""What was looked at so lately is not looked at again where there is no room."""
+ROOM_WAIT_S: Final = 30.0
 UNPLACED_S: Final = 3.0
 """A wish for room that was not repeated for this long is over."""
 RESUME_S: Final = 2.0
@@ -68,6 +71,8 @@ class Placing:
         self.priority: Callable[[FunctionKey], int] = lambda key: 0
         self.load: Callable[[FunctionKey], tuple[float, ...]] = lambda key: ()
         """Predicted busy share of one of its replicas' devices, per step of the horizon."""
+        self.room_wait_s: Callable[[str], float] = lambda kind: ROOM_WAIT_S
+        """After how long there is room without anybody's having to go, in a class of slots."""
         self.may_end: MayEnd | None = None
         """Who may be ended for whom (`autoscaler.shares`); None: by priority, and idle equals."""
 
@@ -84,6 +89,7 @@ class Placing:
             start_s=measured.start_s(spec.identity),
             fork_s=measured.fork_s,
             waiting=waiting,
+            room_wait_s=self.room_wait_s(""),
             priority=self.priority(key),
             load=self.load(key),
         )
@@ -97,22 +103,23 @@ class Placing:
             self.on_room(key)
 
     def place(self, work: Work, count: int = 1) -> Placement | None:
-        """None: there is no room; new slots are asked for, where they can be had, for `count` replicas."""
+        """None: there is no room. Then, and where others have to go for it, new slots are asked for, where they can be
+        had, for `count` replicas."""
         key, now_s = (work.tenant, work.function), time.monotonic()
         homes = self.homes(now_s)
         placement = place(work, homes, now_s, self.may_end)
-        if placement is not None and placement.victims:
-            # Who runs what changes without a word: it is looked at anew before anybody has to go.
-            self._changed |= {home.slot_id for home in homes}
+        if (placement is None and now_s - self._made_s > SOON_S) or (placement is not None and placement.victims):
+            # Who runs what changes without a word: it is looked at anew before anybody has to go, or nobody can.
+            self._made_s = float("-inf")
             placement = place(work, self.homes(now_s), now_s, self.may_end)
-        if placement is not None:
+        if placement is not None and not placement.victims:
             self.unplaced.pop(key, None)
             return placement
         known = self.unplaced.get(key)
         self.unplaced[key] = Unplaced(work, count, known.since_s if known is not None else now_s, now_s)
         if known is None or known.count != count:
             self.on_no_room()
-        return None
+        return placement
 
     def still_unplaced(self, now_s: float) -> Mapping[FunctionKey, Unplaced]:
         self.unplaced = {key: wish for key, wish in self.unplaced.items() if now_s - wish.at_s < UNPLACED_S}

@@ -1,23 +1,35 @@
 """The second level: how many slots there are, by what the replicas need. The leader looks every second, and at once
 when a replica has found no room.
 
-More are asked for by `Backend.add_slots`; given back is only a slot on which nothing runs, and the slot itself has the
-last word on that. Limits: what is coming counts as there; a slot that does not come within `LOST_S` is asked for again.
+What is seen goes to `autoscaler.decide_slots`; more are asked for by `Backend.add_slots`, empty ones are given back by
+`remove_slot`, of which the slot itself has the last word. A slot is counted in places for replicas: as many as it takes
+at most, or its devices. Limits: what is coming counts as there; a slot that does not come within `LOST_S` is asked for
+again; a new leader watches anew before it gives anything back.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-from control_plane.backends.base import Backend, SlotClass, SlotUnavailable
+from autoscaler.peaks import Peaks
+from autoscaler.slot_scaling import (
+    SlotClass,
+    SlotDecision,
+    SlotDemand,
+    SlotPhase,
+    SlotReason,
+    SlotView,
+    decide_slots,
+)
+from control_plane.backends import base
+from control_plane.backends.base import Backend, SlotUnavailable
 from control_plane.decisions import Decisions
 from control_plane.fleet import Fleet
+from control_plane.placing import ROOM_WAIT_S
 
 logger = logging.getLogger(__name__)
 
@@ -25,10 +37,10 @@ LOOK_S: Final = 1.0
 LOST_S: Final = 600.0
 AGAIN_S: Final = 5.0
 """Pause after a slot could not be had, or not be given back."""
-WAITING_WEIGHT: Final = 30.0
-HOLD_MIN_S: Final = 10.0
-HOLD_MAX_S: Final = 900.0
 ASSUMED_PROVISION_S: Final = 2.0
+NEW: Final = 0.3
+_QUIET: Final = frozenset({SlotReason.ENOUGH, SlotReason.HOLD_EMPTY, SlotReason.HOLD_PROVISIONING, SlotReason.BOUND})
+"""Reasons for leaving everything as it is that are not worth a record."""
 
 
 class SlotScaling:
@@ -38,15 +50,23 @@ class SlotScaling:
         self._fleet = fleet
         self._backend = backend
         self._decisions = decisions
-        self._leads = leads
         self._hold_s = hold_s
-        self._idle_since_s: dict[str, float] = {}
+        """0: as long as getting a slot again is worth."""
+        self._leads = leads
+        self._led_since_s: float | None = None
+        self._since_s: dict[str, float] = {}
+        self._empty_since_s: dict[str, float] = {}
         self._asked_s: dict[str, float] = {}
-        self._came_s: dict[str, float] = {}
-        """Seconds that slots of a class took to come."""
+        self._provision_s: dict[str, float] = {}
+        """Seconds that slots of a class take to come."""
+        self._peaks: dict[str, Peaks] = {}
+        self._told: dict[str, str] = {}
         self._pause_until_s = 0.0
         self._looking: asyncio.Task[None] | None = None
+        self.expected: Callable[[str], tuple[tuple[float, float], ...]] = lambda class_name: ()
+        """(from when on, replicas that are then expected to run), of the functions that need a class."""
         fleet.placing.on_no_room = self.poke
+        fleet.placing.room_wait_s = self.room_wait_s
 
     def poke(self) -> None:
         if self._looking is None or self._looking.done():
@@ -57,95 +77,128 @@ class SlotScaling:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
 
+    def room_wait_s(self, class_name: str) -> float:
+        """Until a new slot would be there; where there can be none, a guess."""
+        fleet, backend = self._fleet, self._backend
+        most = sum(each.most for each in backend.classes if each.name == class_name)
+        there = sum(backend.class_of(slot_id) == class_name for slot_id in (*fleet.slots, *backend.coming))
+        return self._provision_s.get(class_name, ASSUMED_PROVISION_S) if there < most else ROOM_WAIT_S
+
     async def look(self) -> None:
-        now_s = time.monotonic()
-        self._note(now_s)
-        if not self._leads() or now_s < self._pause_until_s:
+        now_s, classes = time.monotonic(), self._backend.classes
+        if not self._leads():
+            self._led_since_s = None
             return
-        for slots in self._backend.classes:
-            if slots.elastic:
-                await self._scale(slots, now_s)
+        if self._led_since_s is None:
+            self._led_since_s = now_s
+            self._peaks.clear()
+        self._note(classes, now_s)
+        elastic = [each for each in classes if each.elastic]
+        if not elastic or now_s < self._pause_until_s:
+            return
+        kinds = [self._kind(each) for each in elastic]
+        demand = {each.name: self._demand(each, now_s) for each in elastic}
+        for name, decision in decide_slots(kinds, demand, now_s).items():
+            current = sum(slot.phase in (SlotPhase.PROVISIONING, SlotPhase.READY) for slot in demand[name].slots)
+            await self._do(name, decision, current)
 
     # --- what is seen ---
 
-    def _note(self, now_s: float) -> None:
-        """Since when slots are idle, and how long those that came took."""
-        fleet, busy = self._fleet, self._busy()
-        self._idle_since_s = {
-            slot_id: self._idle_since_s.get(slot_id, now_s) for slot_id in fleet.slots if not busy[slot_id]
+    def _note(self, classes: tuple[base.SlotClass, ...], now_s: float) -> None:
+        fleet, backend = self._fleet, self._backend
+        self._since_s = {slot_id: self._since_s.get(slot_id, now_s) for slot_id in fleet.slots}
+        self._empty_since_s = {
+            slot_id: self._empty_since_s.get(slot_id, now_s) for slot_id in fleet.slots if not fleet.on(slot_id)
         }
-        coming = self._backend.coming
+        coming = backend.coming
         for slot_id, asked_s in list(self._asked_s.items()):
             if slot_id not in coming:
                 del self._asked_s[slot_id]
                 if slot_id in fleet.slots:
-                    self._came_s[self._backend.class_of(slot_id)] = now_s - asked_s
+                    self._came(backend.class_of(slot_id), now_s - asked_s)
         for slot_id, since_s in coming.items():
             self._asked_s.setdefault(slot_id, now_s - since_s)
+        for each in classes:
+            used = sum(len(fleet.on(slot_id)) for slot_id in fleet.slots if backend.class_of(slot_id) == each.name)
+            self._peaks.setdefault(each.name, Peaks()).note(now_s, used)
 
-    def _busy(self) -> Counter[str]:
-        return Counter(self._fleet.slot_of[status.replica_id] for status in self._fleet.living())
+    def _came(self, class_name: str, seconds: float) -> None:
+        known = self._provision_s.get(class_name)
+        self._provision_s[class_name] = seconds if known is None else known + NEW * (seconds - known)
 
-    def provision_s(self, class_name: str) -> float:
-        return self._came_s.get(class_name, ASSUMED_PROVISION_S)
+    def _kind(self, slots: base.SlotClass) -> SlotClass:
+        return SlotClass(
+            name=slots.name,
+            devices=slots.most_replicas or slots.devices,
+            min_slots=slots.least,
+            max_slots=slots.most,
+            provision_s=self._provision_s.get(slots.name, ASSUMED_PROVISION_S),
+            keep_empty_s=self._hold_s or None,
+        )
 
-    def hold_s(self, class_name: str) -> float:
-        """An idle slot is held for what getting it again would cost: its own time, and that of who waits."""
-        if self._hold_s:
-            return self._hold_s
-        return min(max(self.provision_s(class_name) * (1 + WAITING_WEIGHT), HOLD_MIN_S), HOLD_MAX_S)
+    def _demand(self, slots: base.SlotClass, now_s: float) -> SlotDemand:
+        fleet, backend, name = self._fleet, self._backend, slots.name
+        leaving = backend.leaving
+        views = [
+            SlotView(
+                slot_id,
+                SlotPhase.DRAINING if slot_id in leaving or fleet.is_closed(slot_id) else SlotPhase.READY,
+                self._since_s.get(slot_id, now_s),
+                len(fleet.on(slot_id)),
+                self._empty_since_s.get(slot_id),
+                state.pool_used_bytes,
+            )
+            for slot_id, state in fleet.slots.items()
+            if backend.class_of(slot_id) == name
+        ]
+        views += [
+            SlotView(slot_id, SlotPhase.PROVISIONING, now_s - since_s)
+            for slot_id, since_s in backend.coming.items()
+            if since_s < LOST_S and backend.class_of(slot_id) == name and slot_id not in fleet.slots
+        ]
+        wishes = [each for each in fleet.placing.still_unplaced(now_s).values() if each.work.kind == name]
+        return SlotDemand(
+            slots=tuple(views),
+            unplaced=tuple(wish.work.devices for wish in wishes for _ in range(wish.count)),
+            waiting=sum(wish.work.waiting for wish in wishes),
+            peaks=self._peaks[name].steps(),
+            watched_s=now_s - (self._led_since_s or now_s),
+            expected=self.expected(name),
+            complete=fleet.in_sight,
+            seen_s=now_s,
+        )
 
     # --- what is done ---
 
-    async def _scale(self, slots: SlotClass, now_s: float) -> None:
-        backend, fleet = self._backend, self._fleet
-        leaving, busy = backend.leaving, self._busy()
-        there = [s for s in fleet.slots if backend.class_of(s) == slots.name and s not in leaving]
-        coming = sum(since_s < LOST_S for since_s in backend.coming.values())
-        unplaced = sum(
-            wish.count for wish in fleet.placing.still_unplaced(now_s).values() if wish.work.kind == slots.name
-        )
-        missing = math.ceil(unplaced / (slots.most_replicas or slots.devices)) - coming
-        missing = min(max(missing, slots.least - len(there) - coming), slots.most - len(there) - coming)
-        if missing > 0:
-            await self._add(slots, missing, unplaced, len(there), coming, now_s)
-        elif not unplaced and not coming and fleet.in_sight and len(there) > slots.least:
-            hold_s = self.hold_s(slots.name)
-            idle = [s for s in there if not busy[s] and now_s - self._idle_since_s.get(s, now_s) >= hold_s]
-            if idle:
-                await self._remove(slots, min(idle, key=self._loss), hold_s, len(there), now_s)
-
-    def _loss(self, slot_id: str) -> tuple[float, str]:
-        """What its pool would save, and then the one that came last."""
-        pool = self._fleet.slots[slot_id].pool
-        worth_s = sum(e.reload_s * (0.1 if e.chance is None else e.chance) for e in pool if e.state == "ready")
-        return (worth_s, "".join(chr(0x10FFFF - ord(letter)) for letter in slot_id))
-
-    async def _add(self, slots: SlotClass, count: int, unplaced: int, there: int, coming: int, now_s: float) -> None:
+    async def _do(self, name: str, decision: SlotDecision, current: int) -> None:
+        self._tell(name, decision, current)
         try:
-            added = await self._backend.add_slots(slots.name, count)
+            missing = decision.desired - current
+            if missing > 0 and not await self._backend.add_slots(name, missing):
+                self._pause(f"no slot of class {name!r} can be had")
+            for slot_id in decision.victims:
+                if not self._fleet.on(slot_id):
+                    await self._backend.remove_slot(slot_id)
         except SlotUnavailable as error:
-            logger.warning("event=slots_refused class=%s error=%s", slots.name, error)
-            self._pause_until_s = now_s + AGAIN_S
-            return
-        if not added:
-            self._pause_until_s = now_s + AGAIN_S
-            return
-        logger.info("event=slots_asked_for class=%s count=%d unplaced=%d", slots.name, added, unplaced)
-        self._decisions.record(
-            "slots", None, None, None, f"{unplaced} replicas find no room on {there} slots: {added} more",
-            {"class": slots.name, "slots": there, "coming": coming, "most": slots.most, "unplaced": unplaced},
-        )  # fmt: skip
+            self._pause(str(error))
 
-    async def _remove(self, slots: SlotClass, slot_id: str, hold_s: float, there: int, now_s: float) -> None:
-        idle_s = now_s - self._idle_since_s.get(slot_id, now_s)
-        try:
-            await self._backend.remove_slot(slot_id)
-        except SlotUnavailable as error:
-            logger.info("event=slot_stays slot=%s error=%s", slot_id, error)
-            self._pause_until_s = now_s + AGAIN_S
+    def _pause(self, why: str) -> None:
+        logger.warning("event=slots_refused error=%s", why)
+        self._told.clear()
+        self._pause_until_s = time.monotonic() + AGAIN_S
+
+    def _tell(self, name: str, decision: SlotDecision, current: int) -> None:
+        told = f"{decision.reason}:{current}:{decision.desired}"
+        if self._told.get(name) == told:
             return
-        self._decisions.record(
-            "slots", None, None, None, f"{slot_id} was idle for {idle_s:.0f} s, held {hold_s:.0f} s: given back",
-            {"class": slots.name, "slots": there, "least": slots.least, "provision_s": self.provision_s(slots.name)},
+        self._told[name] = told
+        if decision.desired == current and decision.reason in _QUIET:
+            return
+        logger.info(
+            "event=slots class=%s have=%d desired=%d reason=%s detail=%s",
+            name, current, decision.desired, decision.reason, decision.detail,
         )  # fmt: skip
+        inputs = {**decision.inputs, "class": name, "have": current, "desired": decision.desired}
+        if decision.victims:
+            inputs["victims"] = ",".join(decision.victims)
+        self._decisions.record("slots", None, None, None, f"{decision.reason}: {decision.detail}", inputs)

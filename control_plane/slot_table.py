@@ -96,8 +96,8 @@ class SlotTable:
 
         await self._database.write(run)
 
-    async def places(self) -> list[SlotPlace]:
-        def run(connection: Connection) -> list[SlotPlace]:
+    async def places(self) -> Sequence[SlotPlace]:
+        def run(connection: Connection) -> Sequence[SlotPlace]:
             return [
                 SlotPlace(slot_id, owner, bool(least), bool(wanted))
                 for slot_id, owner, least, wanted in connection.execute(_PLACES).fetchall()

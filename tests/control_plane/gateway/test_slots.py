@@ -164,7 +164,7 @@ async def test_a_request_that_finds_no_slot_gets_one_and_is_answered(city: City)
     assert await ask(city) == answer_of(5)
     assert city.slots.asked == [1], "one request asks once"
     decisions = await city.context.decisions._query("kind", "slots", 10)
-    assert [each.reason for each in decisions] == ["1 replicas find no room on 0 slots: 1 more"]
+    assert [each.reason for each in decisions] == ["no_room: 1 replicas with 1 devices find no room"]
 
 
 async def test_what_does_not_fit_on_the_slots_there_are_gets_more_up_to_the_bound(city: City) -> None:
@@ -179,34 +179,62 @@ async def test_what_does_not_fit_on_the_slots_there_are_gets_more_up_to_the_boun
     assert sum(city.slots.asked) == 2
 
 
-async def test_a_slot_is_given_back_when_it_was_idle_for_what_getting_one_costs_and_not_before(
-    city: City, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def idle_slot(city: City) -> None:
+    """One that has run something and does not any more."""
     await city.deploy(scaling={"keep_alive": 1})
     await ask(city)
     await city.look()
     assert city.slots.given_back == [], "it runs something"
     await until(lambda: not city.context.fleet.living())
     await city.look()
-    assert city.slots.given_back == [], "it has only just become idle"
-    monkeypatch.setattr(slot_scaling, "HOLD_MIN_S", 0.0)
-    city.context.slot_scaling._came_s[""] = 0.0
+    assert city.slots.given_back == [], "it has only just become empty"
+
+
+def time_passes(city: City, seconds: float) -> None:
+    """For the slots, and for those who watch them."""
+    scaling = city.context.slot_scaling
+    assert scaling._led_since_s is not None
+    scaling._led_since_s -= seconds
+    for since in (scaling._empty_since_s, scaling._since_s):
+        for slot_id in since:
+            since[slot_id] -= seconds
+    for peaks in scaling._peaks.values():
+        peaks._steps = [(at_s - seconds, demand) for at_s, demand in peaks._steps]
+
+
+async def test_a_slot_is_given_back_when_it_was_empty_for_what_getting_one_costs_and_not_before(city: City) -> None:
+    await idle_slot(city)
+    time_passes(city, 59.0)
+    await city.look()
+    assert city.slots.given_back == []
+    time_passes(city, 20.0)
     await city.look()
     assert city.slots.given_back == ["slot-0"] and city.context.fleet.slots == {}
     assert await ask(city) == answer_of(5)
 
 
-async def test_a_slot_that_turned_out_busy_stays(city: City, monkeypatch: pytest.MonkeyPatch) -> None:
-    await city.deploy(scaling={"keep_alive": 1})
-    await ask(city)
-    await until(lambda: not city.context.fleet.living())
-    monkeypatch.setattr(slot_scaling, "HOLD_MIN_S", 0.0)
-    city.context.slot_scaling._came_s[""] = 0.0
+async def test_a_slot_that_turned_out_busy_stays(city: City) -> None:
+    await idle_slot(city)
     spec = city.slots.slots["slot-0"].started[0]
     stranger = ReplicaStatus("rep-stranger", "fn", 1, ReplicaState.READY, spec)
     city.slots.slots["slot-0"].statuses["rep-stranger"] = stranger
+    time_passes(city, 80.0)
     await city.look()
     assert city.slots.given_back == [] and "slot-0" in city.context.fleet.slots
+
+
+async def test_what_is_expected_is_there_before_it_is_needed_and_is_not_given_back(city: City) -> None:
+    scaling = city.context.slot_scaling
+    scaling.expected = lambda class_name: ((time.monotonic(), 2.0),)
+    await city.look()
+    await until(lambda: len(city.context.fleet.slots) == 2)
+    await city.look()
+    time_passes(city, 1000.0)
+    await city.look()
+    assert city.slots.given_back == []
+    scaling.expected = lambda class_name: ()
+    await city.look()
+    assert len(city.slots.given_back) == 2
 
 
 async def test_slots_that_cannot_be_had_are_asked_for_again_later(city: City, monkeypatch: pytest.MonkeyPatch) -> None:
