@@ -195,7 +195,13 @@ def _tell_placing(placing: Placing, seating: Seating, functions: FunctionStore) 
         function = functions.find(key[1], key[0])
         return function.spec.scaling.min_replicas if function is not None else 0
 
+    def changed(change: FunctionChange) -> None:
+        current = change.function.current
+        if current.state is ImportState.READY and current.spec.engine == "native":
+            placing.grants.learn(current.identity or "", current.manifest_path or "")
+
     placing.in_flight, placing.kept = in_flight, kept
+    functions.subscribe(changed)
 
 
 def _slots(settings: Settings, db: Database, gateways: Gateways, peers: Peers) -> Backend:

@@ -98,6 +98,7 @@ class Fleet:
 
     async def close(self, *, end_agents: bool, grace_s: float) -> None:
         await self._backend.close(end_agents=end_agents, grace_s=grace_s)
+        await self.placing.grants.close()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=2.0)
 
@@ -138,15 +139,16 @@ class Fleet:
     def place(self, spec: ReplicaSpec, *, count: int = 1, waiting: int = 0) -> Placement | None:
         """The slot where a new replica would be ready soonest; those that were only just asked for count. Where others
         have to go for it, they are told to, and there is no room until they have."""
-        placement = self.placing.place(self.placing.work(spec, waiting=waiting), count)
+        placement = self.placing.place(self.placing.work(spec, waiting=waiting), count, spec.options.device)
         if placement is None or not placement.victims:
             return placement
         for replica_id in placement.victims:
             self.on_victim(replica_id, f"makes room for {spec.function}")
         return None
 
-    def start_replica(self, slot_id: str, spec: ReplicaSpec) -> None:
+    def start_replica(self, placement: Placement, spec: ReplicaSpec) -> None:
         """Counted as starting at once; a slot that cannot be reached makes it a failed start that may be repeated."""
+        slot_id, spec = placement.choice, self.placing.fitted(spec, placement)
         placeholder = ReplicaStatus(
             replica_id=spec.replica_id,
             function=spec.function,

@@ -365,7 +365,7 @@ class ControlLoop:
                 },
                 tenant=key[0],
             )  # fmt: skip
-            self._fleet.start_replica(placement.choice, spec)
+            self._fleet.start_replica(placement, spec)
 
     def _refuse(self, key: FunctionKey, revision: Revision, error: StokerError) -> None:
         outcome = OutcomeError(503, error.code, error.message)

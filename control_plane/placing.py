@@ -1,8 +1,8 @@
 """The fleet as placement sees it: every slot with its device, what lies in its pool, what starts and runs there.
 
 `place` asks `autoscaler.placement` and remembers what found no room (`unplaced`), which is what new slots are for.
-Limits: a slot counts as one device as large as the memory that is free there, unless its agent tells of devices; loads
-of other control planes' starts are seen when the slot tells of them.
+Limits: a slot whose agent does not tell of devices counts as one, as large as the memory that is free there; loads of
+other control planes' starts are seen when the slot tells of them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from autoscaler.homes import ASSUMED_LOAD, Device, Homes, Resident, SlotHome
 from autoscaler.placement import MayEnd, Placement, place
 from autoscaler.room import loss_s
 from autoscaler.work import Work
+from control_plane.kv_grants import Holder, KvGrants
 from control_plane.measured import Measured
 from function_runtime.protocol import ReplicaSpec, ReplicaState, ReplicaStatus, SlotState
 
@@ -33,7 +36,15 @@ UNPLACED_S: Final = 3.0
 """A wish for room that was not repeated for this long is over."""
 RESUME_S: Final = 2.0
 """What a request loses when its replica has to end: parked, and gone on with elsewhere."""
+CPU: Final = "cpu"
+CUDA: Final = "cuda"
 _STARTING: Final = frozenset({ReplicaState.STARTING, ReplicaState.LOADING})
+
+
+def place_of(spec: ReplicaSpec) -> tuple[str, int]:
+    """Kind and number of the device that a replica was started for."""
+    kind, _, index = spec.options.device.partition(":")
+    return kind, int(index) if index.isdigit() else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +62,9 @@ class Placing:
         self._fleet = fleet
         self._backend = backend
         self.measured = Measured()
-        self._homes = Homes()
+        self.grants = KvGrants()
+        self._homes = {CPU: Homes(), CUDA: Homes()}
+        """By kind of device."""
         self._changed: set[str] = set()
         self._shut_before: frozenset[str] = frozenset()
         self._made_s = float("-inf")
@@ -71,6 +84,8 @@ class Placing:
         self.priority: Callable[[FunctionKey], int] = lambda key: 0
         self.load: Callable[[FunctionKey], tuple[float, ...]] = lambda key: ()
         """Predicted busy share of one of its replicas' devices, per step of the horizon."""
+        self.context_tokens: Callable[[FunctionKey], float] = lambda key: 0.0
+        """Of a request, as predicted; 0: not known."""
         self.room_wait_s: Callable[[str], float] = lambda kind: ROOM_WAIT_S
         """After how long there is room without anybody's having to go, in a class of slots."""
         self.may_end: MayEnd | None = None
@@ -78,12 +93,13 @@ class Placing:
 
     def work(self, spec: ReplicaSpec, *, devices: int = 1, waiting: int = 0, needed_bytes: int = 0) -> Work:
         key, measured = (spec.tenant, spec.function), self.measured
+        self.grants.learn(spec.identity, spec.manifest_path)
         return Work(
             function=spec.function,
             tenant=spec.tenant,
             identity=spec.identity,
-            devices=1,  # a slot's devices are one home here: see the module's limits
-            device_bytes=needed_bytes or spec.options.kv_bytes,
+            devices=devices,
+            device_bytes=needed_bytes or self.grants.device_bytes(self._holder(spec)),
             weights_bytes=measured.weights_bytes.get(spec.identity, 0),
             make_s=measured.make_s(spec.identity),
             start_s=measured.start_s(spec.identity),
@@ -102,16 +118,16 @@ class Placing:
         for key in self.unplaced:
             self.on_room(key)
 
-    def place(self, work: Work, count: int = 1) -> Placement | None:
+    def place(self, work: Work, count: int = 1, device: str = CPU) -> Placement | None:
         """None: there is no room. Then, and where others have to go for it, new slots are asked for, where they can be
         had, for `count` replicas."""
         key, now_s = (work.tenant, work.function), time.monotonic()
-        homes = self.homes(now_s)
-        placement = place(work, homes, now_s, self.may_end)
+        kind = CUDA if device.startswith(CUDA) else CPU
+        placement = place(work, self.homes(now_s, kind), now_s, self.may_end)
         if (placement is None and now_s - self._made_s > SOON_S) or (placement is not None and placement.victims):
             # Who runs what changes without a word: it is looked at anew before anybody has to go, or nobody can.
             self._made_s = float("-inf")
-            placement = place(work, self.homes(now_s), now_s, self.may_end)
+            placement = place(work, self.homes(now_s, kind), now_s, self.may_end)
         if placement is not None and not placement.victims:
             self.unplaced.pop(key, None)
             return placement
@@ -125,64 +141,106 @@ class Placing:
         self.unplaced = {key: wish for key, wish in self.unplaced.items() if now_s - wish.at_s < UNPLACED_S}
         return self.unplaced
 
-    def homes(self, now_s: float) -> Homes:
-        """Every slot in sight; those that were only just asked for count. Kept, and made anew where something changed,
-        as what has not changed may have been forgotten to be told: everything now and then."""
-        fleet, backend, homes = self._fleet, self._backend, self._homes
+    def homes(self, now_s: float, device_kind: str = CPU) -> Homes:
+        """Every slot in sight with its devices of a kind; replicas that were only just asked for count. Kept, and made
+        anew where something changed, as what has not changed may have been forgotten to be told: everything now and
+        then."""
+        fleet, backend = self._fleet, self._backend
         if now_s - self._made_s > AGE_S:
             self._made_s = now_s
-            self._changed |= fleet.slots.keys() | {home.slot_id for home in homes}
-        shut = backend.leaving | self._shut(fleet)
+            self._changed |= fleet.slots.keys() | {home.slot_id for homes in self._homes.values() for home in homes}
+        shut = backend.leaving | {slot_id for slot_id in fleet.slots if fleet.is_closed(slot_id)}
         self._changed |= shut ^ self._shut_before
         self._shut_before = shut
         bounds = {each.name: each.most_replicas for each in backend.classes}
         for slot_id in self._changed:
             state = fleet.slots.get(slot_id)
-            if state is None:
-                homes.drop(slot_id)
-                continue
-            kind = backend.class_of(slot_id)
-            homes.put(self._home(slot_id, state, fleet.on(slot_id), kind, bounds.get(kind, 0), closed=slot_id in shut))
+            for kind, homes in self._homes.items():
+                if state is None:
+                    homes.drop(slot_id)
+                    continue
+                class_name = backend.class_of(slot_id)
+                most = bounds.get(class_name, 0)
+                homes.put(self._home(state, slot_id, kind, class_name, most, closed=slot_id in shut))
         self._changed.clear()
-        return homes
-
-    def _shut(self, fleet: Fleet) -> frozenset[str]:
-        return frozenset(slot_id for slot_id in fleet.slots if fleet.is_closed(slot_id))
+        return self._homes[device_kind]
 
     def _home(
-        self,
-        slot_id: str,
-        state: SlotState,
-        living: list[ReplicaStatus],
-        kind: str,
-        most_replicas: int,
-        *,
-        closed: bool,
+        self, state: SlotState, slot_id: str, device_kind: str, class_name: str, most_replicas: int, *, closed: bool
     ) -> SlotHome:
-        starting = sum(status.state in _STARTING for status in living)
-        loading = {
-            entry.identity: entry.reload_s for entry in state.pool if entry.state == "loading" and entry.identity
-        }
+        living = self._fleet.on(slot_id)
         return SlotHome(
             slot_id=slot_id,
-            devices=(self._device(slot_id, living),),
-            kind=kind,
+            devices=self._devices(state, slot_id, device_kind, living),
+            kind=class_name,
             warm_workers=state.warm_workers,
-            starting=starting,
+            starting=sum(status.state in _STARTING for status in living),
             replicas=len(living),
             most_replicas=most_replicas,
             pool=frozenset(entry.identity for entry in state.pool if entry.state == "ready"),
-            loading=loading,
+            loading={entry.identity: entry.reload_s for entry in state.pool if entry.state == "loading"},
             bytes_per_s=self.measured.bytes_per_s,
             closed=closed,
         )
 
-    def _device(self, slot_id: str, living: list[ReplicaStatus]) -> Device:
+    def _devices(
+        self, state: SlotState, slot_id: str, device_kind: str, living: list[ReplicaStatus]
+    ) -> tuple[Device, ...]:
+        if not state.devices:
+            return (self._device(living, self._backend.free_bytes(slot_id)),)
+        return tuple(
+            self._device(
+                [status for status in living if place_of(status.spec) == (device_kind, told.index)], told.free_bytes
+            )
+            for told in state.devices
+            if told.kind == device_kind
+        )
+
+    def _device(self, living: list[ReplicaStatus], free_bytes: int) -> Device:
         residents = tuple(self._resident(status) for status in living if status.state is not ReplicaState.DRAINING)
         loads = [self.load((status.spec.tenant, status.function)) or (ASSUMED_LOAD,) for status in living]
         steps = max((len(load) for load in loads), default=0)
         together = tuple(min(sum(load[min(step, len(load) - 1)] for load in loads), 1.0) for step in range(steps))
-        return Device(self._backend.free_bytes(slot_id), residents, together)
+        # What was only just started has not taken its memory yet, as its slot tells.
+        promised = sum(self._promised_bytes(status) for status in living if status.state in _STARTING)
+        return Device(max(free_bytes - promised, 0), residents, together)
+
+    # --- the memory of a device ---
+
+    def _holder(self, spec: ReplicaSpec) -> Holder:
+        key = (spec.tenant, spec.function)
+        weights_bytes = self.measured.weights_bytes.get(spec.identity, 0)
+        return Holder(spec, weights_bytes, max(1.0 + self.priority(key), 0.1), self.context_tokens(key))
+
+    def _promised_bytes(self, status: ReplicaStatus) -> int:
+        return self.grants.device_bytes(self._holder(status.spec))
+
+    def fitted(self, spec: ReplicaSpec, placement: Placement) -> ReplicaSpec:
+        """The replica as it starts there: on which device, and with how much KV where others share that."""
+        state = self._fleet.slots.get(placement.choice)
+        kind, index = place_of(spec)
+        if placement.devices and ":" not in spec.options.device:
+            index = placement.devices[0]
+        told = (
+            next((each for each in state.devices if (each.kind, each.index) == (kind, index)), None) if state else None
+        )
+        if told is None:
+            return spec
+        device = f"{kind}:{index}" if kind == CUDA else spec.options.device
+        options = msgspec.structs.replace(spec.options, device=device)
+        spec = msgspec.structs.replace(spec, options=options)
+        others = [
+            self._holder(status.spec)
+            for status in self._fleet.on(placement.choice)
+            if place_of(status.spec) == (kind, index) and status.replica_id != spec.replica_id
+        ]
+        total_bytes = told.total_bytes if kind == CUDA else self._cpu_bytes(told.free_bytes, others)
+        kv_bytes = self.grants.grant(self._holder(spec), others, total_bytes)
+        return msgspec.structs.replace(spec, options=msgspec.structs.replace(options, kv_bytes=kv_bytes))
+
+    def _cpu_bytes(self, free_bytes: int, others: list[Holder]) -> int:
+        """A machine's memory is not replicas' alone: what is free, and what those that are there have been given."""
+        return free_bytes + sum(self.grants.device_bytes(other) for other in others)
 
     def _resident(self, status: ReplicaStatus) -> Resident:
         key, in_flight = (status.spec.tenant, status.function), self.in_flight(status.replica_id)

@@ -21,6 +21,7 @@ from typing import Final
 from function_runtime import process
 from function_runtime.agent.checkpoints import Checkpoint, Checkpoints
 from function_runtime.agent.children import Children
+from function_runtime.agent.devices import Devices
 from function_runtime.agent.events import EventHub, log
 from function_runtime.agent.memory import Baseline, sample
 from function_runtime.agent.replica import Replica
@@ -39,6 +40,8 @@ TOLD_WITHIN_S: Final = 2.0
 """What a replica whose weights never came has to tell its requests so."""
 TOLD_BYTES: Final = 8 * 1024 * 1024
 """A change of the slot's memory by this much is told to who reads the events."""
+DEVICE_TOLD_BYTES: Final = 256 * 1024 * 1024
+"""The same for the free memory of a device, which others use as well."""
 KEEP_FINAL: Final = 500
 OpenPool = Callable[[Children, Callable[[], None]], Checkpoints]
 """Makes the pool of a slot, given its children and what to call when it changed."""
@@ -59,11 +62,13 @@ class Slot:
         self.workers = Workers(self.children, directory, warm, directory / "agent.log", self.slot_changed)
         self.pool = open_pool(self.children, self.slot_changed)
         self.baseline = Baseline()
+        self._devices = Devices()
+        self._device_states = self._devices.read()
         self.memory_used_bytes = 0
         self.closing = False
         self._replicas: dict[str, Replica] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._told_memory = (0, 0)
+        self._told_memory: tuple[int, ...] = ()
         self._announced = False
 
     async def open(self) -> None:
@@ -290,6 +295,7 @@ class Slot:
         template = self.workers.template
         settled = (not template.pid or template.is_ready) and all(worker.is_warm for worker in self.workers.waiting)
         memory = await asyncio.to_thread(sample, own | {replica.pid for replica in live if replica.pid})
+        self._device_states = await asyncio.to_thread(self._devices.read)
         replica_pids = {replica.pid for replica in live}
         self.memory_used_bytes = sum(
             held.proportional_bytes if pid in replica_pids else held.own_bytes for pid, held in memory.items()
@@ -300,7 +306,8 @@ class Slot:
             held = memory.get(replica.pid)
             if held is not None and held.resident_bytes and not replica.is_final:
                 replica.memory = held.as_replica()
-        told = (self.memory_used_bytes // TOLD_BYTES, self.baseline.bytes // TOLD_BYTES)
+        free = (device.free_bytes // DEVICE_TOLD_BYTES for device in self._device_states)
+        told = (self.memory_used_bytes // TOLD_BYTES, self.baseline.bytes // TOLD_BYTES, *free)
         if told != self._told_memory:
             self._told_memory = told
             self.slot_changed()
@@ -324,6 +331,7 @@ class Slot:
             memory_used_bytes=self.memory_used_bytes,
             template_import_us=self.workers.template.import_us,
             loads=self.pool.loads,
+            devices=self._device_states,
         )
 
     def _replica_changed(self, replica: Replica) -> None:

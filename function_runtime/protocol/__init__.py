@@ -54,6 +54,7 @@ from function_runtime.protocol.request import (
 )
 from function_runtime.protocol.slots import (
     AgentInfo,
+    DeviceState,
     EngineOptions,
     LoadTotals,
     Peer,
@@ -81,6 +82,7 @@ __all__ = [
     "Attached",
     "Begun",
     "Cancel",
+    "DeviceState",
     "DeviceTime",
     "EngineOptions",
     "Failed",

@@ -184,6 +184,16 @@ class LoadTotals(Value, frozen=True):
     failures: int = 0
 
 
+class DeviceState(Value, frozen=True):
+    kind: str
+    """cpu | cuda"""
+    index: int
+    """As the engine numbers it."""
+    total_bytes: int
+    free_bytes: int
+    """When the slot last looked."""
+
+
 class SlotState(Value, frozen=True):
     slot_id: str
     agent_pid: int
@@ -200,6 +210,8 @@ class SlotState(Value, frozen=True):
     memory_used_bytes: int = 0
     template_import_us: int = 0
     loads: LoadTotals = msgspec.field(default_factory=LoadTotals)
+    devices: tuple[DeviceState, ...] = ()
+    """Empty: an agent that does not tell yet."""
 
 
 class SlotEvent(Value, frozen=True):
