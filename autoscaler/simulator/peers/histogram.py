@@ -142,6 +142,8 @@ class Histogram(ByLoad):
         if back_s > 0 and now_s < back_at_s:
             idling.stage = Stage.AWAY
             return Wish(0, back_at_s, self._idle_after_s(idling))
+        if not view.ready and not view.starting:
+            return Wish(0, None, self._idle_after_s(idling))  # nothing has come yet, so nothing is kept
         return self._warm(idling, now_s)
 
     def on_timer(self, view: View, now_s: float) -> Wish:
@@ -160,9 +162,9 @@ class Histogram(ByLoad):
         return Wish(1, idling.until_s, self._idle_after_s(idling))
 
     def _idle_after_s(self, idling: Idling) -> float:
-        """Where nothing is let go at once, nobody has to be asked before the keep-alive ends."""
+        """Where nothing is let go at once, it is looked at after a bin's length, so that its gaps are learned."""
         back_s, gone_s = self._windows(idling)
-        return 0.0 if back_s > 0 else gone_s
+        return 0.0 if back_s > 0 else min(gone_s, BIN_S)
 
     def _windows(self, idling: Idling) -> tuple[float, float]:
         """(when to be back, when to go), in seconds since the last activity."""

@@ -104,9 +104,7 @@ class Knative(Asked):
             room = room_of(function)
             target = max(room * self._utilisation, 0.01)
             spec = replace(self._spec, target=target, total=float(room))
-            self._revisions.append(
-                Revision(Kpa(spec), Areas(self._spec.stable_window_s), room, proxy_since_s=now_s)
-            )
+            self._revisions.append(Revision(Kpa(spec), Areas(self._spec.stable_window_s), room, proxy_since_s=now_s))
 
     def on_arrival(self, view: View, now_s: float) -> Wish:
         revision = self._revisions[view.index]
@@ -145,7 +143,7 @@ class Knative(Asked):
 
     def _decide(self, revision: Revision, view: View, stable: float, panic: float, now_s: float) -> None:
         scale = revision.kpa.scale(stable, panic, view.ready, now_s)
-        if scale.excess_burst_capacity >= 0:
+        if scale.desired > 0 and scale.excess_burst_capacity >= 0:
             revision.proxy_since_s = None
         elif revision.proxy_since_s is None:
             revision.proxy_since_s = now_s
