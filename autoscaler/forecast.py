@@ -20,8 +20,8 @@ class Costs:
 
     start_s: float
     """Expected seconds from asking for a replica to its being ready: the horizon that matters."""
-    devices: int = 1
-    """Devices one replica holds."""
+    devices: float = 1
+    """Devices one replica holds, at what they are worth."""
     waiting_weight: float = 30.0
     """Device-seconds that one second of a person's waiting is worth."""
 
@@ -34,7 +34,7 @@ class Costs:
 
     def break_even_s(self, waiters: float = 1.0) -> float:
         """Idle seconds that cost as much as one start."""
-        return self.of_start(waiters) / max(self.devices, 1)
+        return self.of_start(waiters) / max(self.devices, 1e-9)
 
 
 @dataclass(frozen=True, slots=True)

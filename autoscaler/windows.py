@@ -16,6 +16,7 @@ import math
 import operator
 import struct
 import zlib
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -375,6 +376,11 @@ class History:
     @property
     def gap_starts_s(self) -> Seconds:
         return np.array(self._gap_starts[-GAPS_KEPT:], dtype=np.float64)
+
+    def gaps_after(self, start_s: float) -> list[tuple[float, float]]:
+        """(start, length) of those that began later than that; cheap where there are few."""
+        first = max(bisect_right(self._gap_starts, start_s), len(self._gap_starts) - GAPS_KEPT)
+        return list(zip(self._gap_starts[first:], self._gap_lengths[first:], strict=True))
 
     def arrivals(self, resolution_s: int, since_s: float, until_s: float) -> tuple[Seconds, Values]:
         """Starts of the windows between, and the requests that came in each; NaN where nobody watched."""

@@ -31,7 +31,7 @@ def in_burst(counts: Numbers) -> tuple[Numbers, float]:
 
 
 def burst(history: Past, now_s: float, horizon_s: float, steps: int) -> Outlook:
-    counts, resolution_s = recent(history, now_s, SPAN_S)
+    counts, resolution_s = recent(history, now_s, SPAN_S, 4 * WINDOWS_NEEDED)
     counts = counts[~np.isnan(counts)]
     if len(counts) < WINDOWS_NEEDED:
         return NOTHING

@@ -26,7 +26,8 @@ HOURS_NEAR_S = 3_600.0
 PACE_MEMORY = 0.2
 PACE_NEAR = 0.3
 """Paces (mean logarithms of the last gaps) this near count as like."""
-OTHERS_WEIGHT = 0.02
+OTHERS_WEIGHT = 0.05
+"""Of all gaps together, over that of those that are like this one."""
 LIKE_NEEDED = 24
 
 
@@ -75,6 +76,12 @@ def gap_law(lengths_s: Numbers, weights: Numbers | None = None, jitter_s: float 
     return GapLaw(edges, np.maximum(np.diff(ended), 0.0))
 
 
+def _likeness(apart: Numbers) -> Numbers:
+    """Weights of gaps so many spreads apart from the present one."""
+    near = np.exp(-0.5 * apart**2)
+    return np.asarray(near + OTHERS_WEIGHT * float(near.mean()), dtype=np.float64)
+
+
 def idle_histogram(history: Past, now_s: float, horizon_s: float, steps: int) -> Outlook:
     """All gaps alike."""
     _, lengths, jitter_s = gaps_of(history, now_s)
@@ -89,8 +96,7 @@ def idle_histogram_hour(history: Past, now_s: float, horizon_s: float, steps: in
     if len(lengths) < LIKE_NEEDED or now_s - float(starts[0]) < 2 * DAY_S:
         return NOTHING
     apart = np.abs(np.remainder(starts - now_s + DAY_S / 2, DAY_S) - DAY_S / 2)
-    weights = np.exp(-0.5 * (apart / HOURS_NEAR_S) ** 2) + OTHERS_WEIGHT
-    return Outlook(law=gap_law(lengths, weights, jitter_s))
+    return Outlook(law=gap_law(lengths, _likeness(apart / HOURS_NEAR_S), jitter_s))
 
 
 def paces(lengths_s: Numbers) -> Numbers:
@@ -110,5 +116,4 @@ def idle_histogram_pace(history: Past, now_s: float, horizon_s: float, steps: in
     if len(lengths) < LIKE_NEEDED:
         return NOTHING
     pace = paces(lengths)
-    weights = np.exp(-0.5 * ((pace[:-1] - pace[-1]) / PACE_NEAR) ** 2) + OTHERS_WEIGHT
-    return Outlook(law=gap_law(lengths, weights, jitter_s))
+    return Outlook(law=gap_law(lengths, _likeness((pace[:-1] - pace[-1]) / PACE_NEAR), jitter_s))

@@ -17,12 +17,12 @@ MEMORY_S = 300.0
 EWMA_SPAN_S = 1_800.0
 
 
-def recent(history: Past, now_s: float, span_s: float) -> tuple[Numbers, float]:
-    """Counts of the last windows, oldest first, and their length: of 10 s where such are kept, of 600 s where the
+def recent(history: Past, now_s: float, span_s: float, least: int = 1) -> tuple[Numbers, float]:
+    """Counts of the last windows (`least` or more), oldest first, and their length: of 10 s where such are kept, of 600 s where the
     history was filled from coarse counts."""
     for resolution_s in (10, 60, 600):
         end_s = now_s // resolution_s * resolution_s
-        _, counts = history.arrivals(resolution_s, end_s - max(span_s, resolution_s), end_s)
+        _, counts = history.arrivals(resolution_s, end_s - max(span_s, least * resolution_s), end_s)
         if len(counts) and not np.isnan(counts).all():
             return counts, float(resolution_s)
     return np.empty(0), 10.0

@@ -12,7 +12,6 @@ from __future__ import annotations
 import numpy as np
 
 from autoscaler.forecasting.outlook import DAY_S, NOTHING, Numbers, Outlook, Past, high, law_of_rates
-from autoscaler.forecasting.rates import last_rate
 
 CELL_S = 600
 SEASONS_KEPT = 14
@@ -50,31 +49,29 @@ def _seasonal(history: Past, now_s: float, horizon_s: float, steps: int, season_
 
     level = 1.0
     recent = counts[-LEVEL_CELLS:]
-    now_rate = last_rate(history, now_s, CELL_S)
-    if not np.isnan(recent).all() and mean[:LEVEL_CELLS].sum() > 0:
-        seen = float(np.nanmean(recent)) if now_rate is None else 0.5 * (float(np.nanmean(recent)) + now_rate * CELL_S)
-        usual = float(mean[:LEVEL_CELLS].mean())
+    known = ~np.isnan(recent)
+    if known.any():
+        seen, usual = float(recent[known].mean()), float(mean[:LEVEL_CELLS][known].mean())
         level = float(np.clip((seen + 1.0) / (usual + 1.0), *LEVEL_RANGE))
     coming = np.arange(ahead) % cells + LEVEL_CELLS
     expected = mean[coming] * level
     spread = np.sqrt(variance[coming]) * level
-    at_s = first_s + CELL_S * (np.arange(ahead) + 0.5)
     step_s = horizon_s / steps
-    times = now_s + step_s * (np.arange(steps) + 0.5)
-    rate = np.interp(times, at_s, expected) / CELL_S
-    above = np.interp(times, at_s, spread) / CELL_S
-    chance = np.convolve(np.pad(active[coming], 1, mode="edge"), SPREAD, mode="valid")[:LAW_CELLS]
+    # What comes on the hour comes on the hour: cells are not blurred into one another.
+    cell = ((now_s - first_s + step_s * (np.arange(steps) + 0.5)) // CELL_S).astype(np.int64)
+    rate, above = expected[cell] / CELL_S, spread[cell] / CELL_S
+    hazard = np.convolve(np.pad(-np.log1p(-active[coming]), 1, mode="edge"), SPREAD, mode="valid")[:LAW_CELLS]
     return Outlook(
         rate,
         np.maximum(high(rate, step_s), rate + 1.2816 * above),
-        law_of_rates(_from_now(chance, now_s - first_s), float(CELL_S)),
+        law_of_rates(1.0 - np.exp(-_from_now(hazard, now_s - first_s)), float(CELL_S)),
     )
 
 
-def _from_now(chance: Numbers, past_s: float) -> Numbers:
-    """Chances of cells that begin now, out of those of cells that began `past_s` ago."""
+def _from_now(hazard: Numbers, past_s: float) -> Numbers:
+    """Of cells that begin now, out of that of cells that began `past_s` ago."""
     share = past_s / CELL_S
-    return np.asarray((1.0 - share) * chance + share * np.append(chance[1:], chance[-1]), dtype=np.float64)
+    return np.asarray((1.0 - share) * hazard + share * np.append(hazard[1:], hazard[-1]), dtype=np.float64)
 
 
 def seasonal_day(history: Past, now_s: float, horizon_s: float, steps: int) -> Outlook:

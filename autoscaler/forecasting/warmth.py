@@ -135,6 +135,6 @@ def within(windows: Windows, against: Windows, costs: Costs, room: float, waiter
         opens_s, closes_s = kept.pop()
         if opens_s > 0.0:
             continue
-        held_s = room / max(costs.devices, 1) + (against[0][1] if against else 0.0)
+        held_s = room / max(costs.devices, 1e-9) + (against[0][1] if against else 0.0)
         if held_s < closes_s and worst_loss(((0.0, held_s),), against, costs, waiters) <= room:
             return ((0.0, held_s),)

@@ -1,0 +1,328 @@
+"""Which forecast acts, for each function: those that would have cost less than doing without, judged by its own past.
+
+`Choosing.refit` is called once a window with the function's history: it settles what has happened since (gaps with
+`WarmContest`, minutes with `RateContest`), lets due forecasters plan anew, elects, and keeps the `Forecast` that
+`decide` looks up. Schedules of the user need not win: what they ask for is a floor.
+Limits: what is costly to fit is fitted every `PLAN_EVERY_S`, or when a tenth more gaps are known; one refit that plans
+takes a millisecond or two, any other some microseconds.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from autoscaler.forecast import REACTIVE, Costs, Forecast, Quantiles
+from autoscaler.forecasting.bursts import burst
+from autoscaler.forecasting.gaps import (
+    GAPS_NEEDED,
+    gaps_of,
+    idle_histogram,
+    idle_histogram_hour,
+    idle_histogram_pace,
+)
+from autoscaler.forecasting.holt_winters import holt_winters
+from autoscaler.forecasting.outlook import DAY_S, Forecaster, Numbers, Past
+from autoscaler.forecasting.output_length import Work, output_length
+from autoscaler.forecasting.rate_contest import HIGH, MINUTE_S, Need, RateContest, Told
+from autoscaler.forecasting.rates import ewma, last_rate
+from autoscaler.forecasting.schedule import Asked, Schedule, asked_for, floors
+from autoscaler.forecasting.seasonal import seasonal_day, seasonal_week
+from autoscaler.forecasting.warm_contest import WarmContest
+from autoscaler.forecasting.warmth import warm_windows
+
+WARM: dict[str, Forecaster] = {
+    "idle_histogram": idle_histogram,
+    "idle_histogram_hour": idle_histogram_hour,
+    "idle_histogram_pace": idle_histogram_pace,
+    "seasonal_day": seasonal_day,
+    "seasonal_week": seasonal_week,
+}
+"""Those that know a law of gaps."""
+KEEP = {"keep:0": 0.0, "keep:0.5": 0.5, "keep:2": 2.0, "keep:4": 4.0, "keep:8": 8.0, "keep:16": 16.0}
+"""A keep-alive of so many times the break-even: the plainest guess at the gaps, and a long memory of them."""
+BY_THE_CLOCK = frozenset({"seasonal_day", "seasonal_week"})
+"""Their laws count from now, not from the last activity."""
+RATE: dict[str, Forecaster] = {
+    "ewma": ewma,
+    "seasonal_day": seasonal_day,
+    "seasonal_week": seasonal_week,
+    "holt_winters": holt_winters,
+    "burst": burst,
+}
+QUICK = frozenset({"ewma", "burst"})
+"""Cheap, and stale after a minute."""
+PLAN_EVERY_S = 600.0
+IDLE_PLAN_EVERY_S = 6 * 3_600.0
+"""While nothing happens, only what goes by the clock is planned anew, and this seldom."""
+STEPS = 20
+HORIZON_S = STEPS * MINUTE_S
+VALID_S = 600.0
+QUIET_S = 120.0
+CALENDAR_S = 6 * 3_600.0
+WAITERS_MAX = 50.0
+REPLAYS = 24
+
+
+class Remembered(Past, Protocol):
+    def gaps_after(self, start_s: float) -> list[tuple[float, float]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How one forecaster has done, for `stoker why` and the metrics."""
+
+    name: str
+    contest: str
+    """`warm` or `rate`."""
+    cost: float
+    """Device-seconds, faded; compare with reactive's."""
+    acting: bool
+
+
+class Choosing:
+    """Of one function. Its state follows from the history: see `rebuilt`."""
+
+    __slots__ = (
+        "_asked",
+        "_asked_until_s",
+        "_clock_planned_s",
+        "_minute_s",
+        "_planned_gaps",
+        "_planned_s",
+        "_rates_on",
+        "_schedules",
+        "_scored_s",
+        "_waiters",
+        "_work",
+        "floor",
+        "forecast",
+        "rate",
+        "warm",
+    )
+
+    def __init__(self) -> None:
+        self.warm = WarmContest([*WARM, *KEEP])
+        self.rate = RateContest(RATE)
+        self.forecast: Forecast | None = None
+        self.floor: tuple[int, ...] = ()
+        self._scored_s = -math.inf
+        self._planned_s = self._clock_planned_s = self._asked_until_s = -math.inf
+        self._schedules: tuple[Schedule, ...] = ()
+        self._asked: tuple[Asked, ...] = ()
+        self._planned_gaps = 0
+        self._minute_s: float | None = None
+        self._waiters = 1.0
+        self._work = Work()
+        self._rates_on = False
+
+    @classmethod
+    def rebuilt(cls, history: Remembered, now_s: float, costs: Costs, places: int = 8) -> Choosing:
+        """As it would be, had it been there: replays the gaps the history remembers, planning `REPLAYS` times."""
+        choosing = cls()
+        starts, lengths, _ = gaps_of(history, now_s)
+        if len(starts) > GAPS_NEEDED:
+            ends = starts + lengths
+            step = max(len(ends) // REPLAYS, 1)
+            for at_s in ends[GAPS_NEEDED::step].tolist():
+                choosing.refit(_Until(history, at_s), at_s, costs, places=places)
+        choosing.refit(history, now_s, costs, places=places)
+        return choosing
+
+    def refit(
+        self,
+        history: Remembered,
+        now_s: float,
+        costs: Costs,
+        *,
+        idle_since_s: float | None = None,
+        places: int = 8,
+        schedules: tuple[Schedule, ...] = (),
+    ) -> Forecast:
+        """What is said from now on. `idle_since_s`: when the last activity ended; None: something is going on.
+        `places`: requests at once that one replica is meant to take."""
+        idle_s = 0.0 if idle_since_s is None else max(now_s - idle_since_s, 0.0)
+        changed = self._settle_gaps(history, costs)
+        if changed:
+            self._plan_gaps(history, now_s, costs, idle_s)
+        # What acts was cut to what may be lost whatever the gap: while nothing ends and nothing is planned, it stands.
+        if self._plan_by_clock(history, now_s, costs, idle_s) or changed:
+            self.warm.elect(costs, self._waiters, idle_s)
+        need = Need(self._work.service_s, max(places, 1))
+        if self._rates_on:
+            self._settle_minutes(history, now_s, need, costs)
+        if schedules != self._schedules or (schedules and now_s + HORIZON_S > self._asked_until_s):
+            self._schedules, self._asked_until_s = schedules, now_s + CALENDAR_S
+            self._asked = asked_for(schedules, now_s, self._asked_until_s)
+        self.floor = floors(self._asked, now_s, MINUTE_S, STEPS)
+        last = 0.0 if idle_s > QUIET_S else last_rate(history, now_s) or 0.0
+        self.forecast = self._said(now_s, costs, need, last)
+        return self.forecast
+
+    def standings(self) -> tuple[Standing, ...]:
+        return tuple(
+            Standing(name, contest, cost, name == (acting or REACTIVE))
+            for contest, costs, acting in (
+                ("warm", self.warm.standings(), self.warm.acting),
+                ("rate", self.rate.standings(), self.rate.acting),
+            )
+            for name, cost in costs.items()
+        )
+
+    # --- whether to be warm ---
+
+    def _settle_gaps(self, history: Remembered, costs: Costs) -> bool:
+        """Whether any gap was."""
+        new = history.gaps_after(self._scored_s)
+        for start_s, length_s in new:
+            self.warm.settle(length_s, costs, self._waiters)
+            self._scored_s = start_s
+        return bool(new)
+
+    def _plan_gaps(self, history: Remembered, now_s: float, costs: Costs, idle_s: float) -> None:
+        if self.warm.gaps > 64 and now_s - self._planned_s < PLAN_EVERY_S:
+            return
+        if self.warm.gaps - self._planned_gaps < min(self.warm.gaps, 512) // 10:
+            return
+        self._planned_gaps, self._planned_s = self.warm.gaps, now_s
+        self._measure(history, now_s, costs)
+        for name, times in KEEP.items():
+            self.warm.replan(name, ((0.0, times * costs.break_even_s()),) if times else (), 0.0)
+        for name, forecaster in WARM.items():
+            if name not in BY_THE_CLOCK:
+                law = forecaster(history, now_s, HORIZON_S, STEPS).law
+                plan = None if law is None else warm_windows(law, costs, self._waiters)
+                self.warm.replan(name, plan, idle_s)
+
+    def _plan_by_clock(self, history: Remembered, now_s: float, costs: Costs, idle_s: float) -> bool:
+        if now_s - self._clock_planned_s < (IDLE_PLAN_EVERY_S if idle_s > PLAN_EVERY_S else PLAN_EVERY_S):
+            return False
+        self._clock_planned_s = now_s
+        self._measure(history, now_s, costs)
+        for name in WARM.keys() | (RATE.keys() - QUICK if self._rates_on else set()):
+            if name not in BY_THE_CLOCK and name not in RATE:
+                continue
+            outlook = RATE[name](history, now_s, HORIZON_S, STEPS)
+            if name in BY_THE_CLOCK:
+                plan = None
+                if outlook.law is not None:
+                    windows = warm_windows(outlook.law, costs, self._waiters)
+                    plan = tuple((opens_s + idle_s, closes_s + idle_s) for opens_s, closes_s in windows)
+                self.warm.replan(name, plan, idle_s)
+            if self._rates_on and name not in QUICK:
+                self._tell(name, now_s, outlook.rate, outlook.rate_high)
+        return True
+
+    def _measure(self, history: Remembered, now_s: float, costs: Costs) -> None:
+        """How many wait for a start, what a request takes, and whether more than one replica is ever needed."""
+        self._work = output_length(history, now_s)
+        for resolution_s, span_s in ((60, DAY_S), (600, 14 * DAY_S)):
+            _, counts = history.arrivals(resolution_s, now_s - span_s, now_s)
+            first = counts[1:][(counts[1:] > 0) & (counts[:-1] == 0)]
+            if len(first) or resolution_s == 600:
+                break
+        if len(first):
+            following = (float(first.mean()) - 1.0) / (resolution_s / 2)
+            self._waiters = min(1.0 + 0.5 * costs.start_s * max(following, 0.0), WAITERS_MAX)
+        busiest = float(np.nanmax(counts)) / resolution_s if not np.isnan(counts).all() else 0.0
+        self._rates_on = busiest * self._work.service_s > 1.0
+
+    # --- how many ---
+
+    def _settle_minutes(self, history: Remembered, now_s: float, need: Need, costs: Costs) -> None:
+        end_s = now_s // MINUTE_S * MINUTE_S
+        since_s = end_s - MINUTE_S if self._minute_s is None else self._minute_s
+        if end_s <= since_s:
+            return
+        starts, counts = history.arrivals(60, max(since_s, end_s - 3_600.0) - MINUTE_S, end_s)
+        rates = (counts / MINUTE_S).tolist()
+        for minute_s, before, arrived in zip(starts.tolist()[1:], rates, rates[1:], strict=False):
+            if before == before and arrived == arrived:
+                self.rate.settle(minute_s, arrived, before, need, costs)
+        self._minute_s = end_s
+        for name in QUICK:
+            outlook = RATE[name](history, now_s, HORIZON_S, STEPS)
+            self._tell(name, now_s, outlook.rate, outlook.rate_high)
+        self.rate.elect(need, costs)
+
+    def _tell(self, name: str, now_s: float, rate: Numbers | None, rate_high: Numbers | None) -> None:
+        # Minutes are judged whole: what is said now counts from the next one on.
+        made_s = math.ceil(now_s / MINUTE_S) * MINUTE_S
+        self.rate.told[name] = None if rate is None else Told(made_s, tuple(rate.tolist()))
+        self.rate.told[name + HIGH] = None if rate_high is None else Told(made_s, tuple(rate_high.tolist()))
+
+    # --- what is said ---
+
+    def _said(self, now_s: float, costs: Costs, need: Need, last: float) -> Forecast:
+        rates = self.rate.rates(now_s, STEPS) if self._rates_on else None
+        rate, rate_high = rates or ((), ())
+        if rate:
+            most = need.rate_of(need.of(last) + self.rate.cap)
+            rate, rate_high = tuple(min(x, most) for x in rate), tuple(min(x, most) for x in rate_high)
+        names = [name for name in (self.warm.acting, self.rate.acting if rate else None) if name is not None]
+        expected = (rate[0] if rate else last) * costs.start_s
+        return Forecast(
+            source="+".join(dict.fromkeys(names)) or ("schedule" if self.floor else REACTIVE),
+            made_s=now_s,
+            step_s=MINUTE_S,
+            rate=rate,
+            rate_high=rate_high,
+            warm=None if self.warm.acting is None else self.warm.windows,
+            floor=self.floor,
+            service_s=self._work.service_s,
+            prompt_tokens=self._work.prompt_tokens,
+            output_tokens=self._work.output_tokens,
+            arrivals=_poisson(expected),
+            valid_until_s=now_s + VALID_S,
+        )
+
+
+class _Until:
+    """A history as it was at `until_s`."""
+
+    __slots__ = ("_gap_lengths", "_gap_starts", "_history", "until_s")
+
+    def __init__(self, history: Remembered, until_s: float) -> None:
+        self._history, self.until_s = history, until_s
+        starts, lengths = history.gap_starts_s, history.gaps_s
+        ended = starts + lengths <= until_s
+        self._gap_starts, self._gap_lengths = starts[ended], lengths[ended]
+
+    @property
+    def gaps_s(self) -> Numbers:
+        return self._gap_lengths
+
+    @property
+    def gap_starts_s(self) -> Numbers:
+        return self._gap_starts
+
+    def gaps_after(self, start_s: float) -> list[tuple[float, float]]:
+        first = bisect_right(self._gap_starts.tolist(), start_s)
+        return list(zip(self._gap_starts[first:].tolist(), self._gap_lengths[first:].tolist(), strict=True))
+
+    def arrivals(self, resolution_s: int, since_s: float, until_s: float) -> tuple[Numbers, Numbers]:
+        return self._history.arrivals(resolution_s, since_s, min(until_s, self.until_s))
+
+    def total(self, name: str, resolution_s: int, since_s: float, until_s: float) -> float:
+        return self._history.total(name, resolution_s, since_s, min(until_s, self.until_s))
+
+
+def _poisson(mean: float) -> Quantiles:
+    """Quantiles of a Poisson count: by its sums while small, by the normal curve beyond."""
+    if mean > 50.0:
+        deviation = math.sqrt(mean)
+        return Quantiles(mean, mean + 1.2816 * deviation, mean + 2.3263 * deviation)
+    found: list[float] = []
+    term = total = math.exp(-mean)
+    count = 0
+    for share in (0.5, 0.9, 0.99):
+        while total < share:
+            count += 1
+            term *= mean / count
+            total += term
+        found.append(float(count))
+    return Quantiles(*found)
