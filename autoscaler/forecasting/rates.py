@@ -18,8 +18,9 @@ EWMA_SPAN_S = 1_800.0
 
 
 def recent(history: Past, now_s: float, span_s: float, least: int = 1) -> tuple[Numbers, float]:
-    """Counts of the last windows (`least` or more), oldest first, and their length: of 10 s where such are kept, of 600 s where the
-    history was filled from coarse counts."""
+    """Counts of the last windows (`least` or more), oldest first, and their length.
+
+    Of 10 s where such are kept, of 600 s where the history was filled from coarse counts."""
     for resolution_s in (10, 60, 600):
         end_s = now_s // resolution_s * resolution_s
         _, counts = history.arrivals(resolution_s, end_s - max(span_s, least * resolution_s), end_s)
