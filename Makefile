@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench bench-load bench-resume clean
+.PHONY: help demo test lint bench bench-autoscaler bench-load bench-resume clean
 
 help:
 	@echo "make demo    a function from zero to tokens and back, with a kill in between (no GPU, no account)"
@@ -16,6 +16,7 @@ help:
 	@echo "make lint    ruff, mypy --strict, import rules"
 	@echo "make bench   the measured figures, peers side by side (BENCH_ARGS='--help' tells more)"
 	@echo "make bench-resume  a request taken up again: its KV loaded, recomputed, and what the plan chooses"
+	@echo "make bench-autoscaler  what Stoker and other autoscalers would cost on recorded traffic (up to an hour)"
 	@echo "make bench-load    checkpoints from page cache, disk and object store, beside other loaders; first token while loading"
 	@echo "make clean   remove .venv, caches and builds"
 
@@ -38,6 +39,9 @@ bench-resume: $(VENV)/.development
 
 bench-load: $(VENV)/.development
 	$(BIN)/python -m tests.benchmarks load_checkpoint $(BENCH_ARGS)
+
+bench-autoscaler: $(VENV)/.development
+	$(BIN)/python -m tests.benchmarks autoscaler $(BENCH_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from autoscaler.homes import Resident
+from autoscaler.homes import POOL, Resident
 from autoscaler.placement import Placement
 from autoscaler.room import may_end_by_default
 from autoscaler.simulator.cluster import Cluster, Slots
@@ -97,7 +97,7 @@ class Simulation:
                 function.name,
                 objective_s=function.objective_s,
                 devices=function.held_devices,
-                expected_start_s=function.starts.expected_s() or 0.0,
+                expected_start_s=function.starts.expected_s(POOL) or function.starts.expected_s() or 0.0,
             )
             for function in workload.functions
         ]

@@ -79,6 +79,16 @@ class View(Protocol):
         ...
 
     @property
+    def arrival_times_s(self) -> Sequence[float]:
+        """Of all arrivals so far."""
+        ...
+
+    @property
+    def starts_s(self) -> Sequence[float]:
+        """Seconds that each start so far took, the latest last."""
+        ...
+
+    @property
     def first_token_s_sum(self) -> float: ...
     @property
     def prompt_tokens_sum(self) -> int: ...

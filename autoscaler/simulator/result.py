@@ -46,6 +46,7 @@ class FunctionResult:
     away_s: list[float] = field(default_factory=list)
     """Seconds from each stop to the next start."""
     expected_start_s: float = 0.0
+    """From a pool, where that was measured."""
 
     def objective(self, weight: float) -> float:
         waited_s = self.waited_s + self.refused * self.objective_s

@@ -50,6 +50,8 @@ class FunctionState:
         self.last_end_s = begin_s
         self.gaps_s: array[float] = array("d")
         self.gap_starts_s: array[float] = array("d")
+        self.arrival_times_s: array[float] = array("d")
+        self.starts_s: array[float] = array("d")
         self.first_token_s_sum = 0.0
         self.prompt_tokens_sum = 0
         self.output_tokens_sum = 0
@@ -120,6 +122,7 @@ class FunctionState:
     def arrive(self, now_s: float, prompt_tokens: int, output_tokens: int, number: int) -> bool:
         """A request comes. True: it found a place, and nobody needs to be asked."""
         self.arrivals += 1
+        self.arrival_times_s.append(now_s)
         self.last_arrival_s = now_s
         self._arrived_sum_s += now_s
         self.scored_requests += 1
@@ -222,6 +225,7 @@ class FunctionState:
         """A replica became ready."""
         self.starting_replicas.remove(replica)
         replica.is_ready = True
+        self.starts_s.append(now_s - replica.begun_s)
         replica.ready_s = replica.at_s = replica.frozen_s = now_s
         self.open.append(replica)
         self._fill(replica, now_s)

@@ -11,7 +11,7 @@ from tests.benchmarks import report
 NAMES = (
     "output", "cold", "throughput", "control", "journal_load", "kills", "store_reads", "faults", "resume", "kv_trace",
     "kv_replay", "kv_cost", "kv_forms", "fuzz_headers", "load_checkpoint",
-    "load_faults",
+    "load_faults", "autoscaler",
 )  # fmt: skip
 
 

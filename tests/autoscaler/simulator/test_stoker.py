@@ -1,0 +1,95 @@
+"""Stoker in its own simulator: forecasts learned from what was before, decisions as they are live."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from autoscaler.simulator.cluster import Cluster
+from autoscaler.simulator.engine import simulate
+from autoscaler.simulator.memory import Memory
+from autoscaler.simulator.policy import Fixed, View, Wish
+from autoscaler.simulator.result import Prices
+from autoscaler.simulator.stoker import Stoker
+from tests.autoscaler.simulator.support import SERVICE, make_function, make_workload
+
+HOUR_S = 3600.0
+ONE = Cluster(slots=1, devices_per_slot=4)
+
+
+def every(period_s: float, until_s: float, function: int = 0) -> list[tuple[float, int, int, int]]:
+    return [(at_s, function, 100, 10) for at_s in np.arange(period_s, until_s, period_s).tolist()]
+
+
+def test_a_function_called_every_minute_is_warm_before_its_call_and_away_in_between() -> None:
+    workload = make_workload(every(60.0, 4 * HOUR_S))
+    result = simulate(workload, ONE, Stoker(), 0, Prices(10.0), begin_s=2 * HOUR_S, since_s=3 * HOUR_S)
+    function = result.functions[0]
+    assert function.cold_requests <= 0.1 * function.requests
+    assert function.held_device_s < 0.5 * HOUR_S
+    kept = simulate(workload, ONE, Stoker(forecasts=False), 0, Prices(10.0), begin_s=2 * HOUR_S, since_s=3 * HOUR_S)
+    assert kept.functions[0].cold_requests == kept.functions[0].requests
+    assert result.objective(10.0) < kept.objective(10.0)
+
+
+@pytest.mark.parametrize("forecasts", [False, True])
+def test_every_request_is_answered_and_no_start_is_given_up(forecasts: bool) -> None:
+    chance = random.Random(4)
+    functions = [make_function(f"f{each}", max_replicas=3) for each in range(3)]
+    at_s, requests = 0.0, []
+    while at_s < 2 * HOUR_S:
+        at_s += chance.expovariate(chance.choice([0.02, 2.0]))
+        requests.append((at_s, chance.randrange(3), chance.randint(1, 200), chance.randint(1, 60)))
+    result = simulate(
+        make_workload(requests, functions), ONE, Stoker(forecasts=forecasts), 0, Prices(10.0), drain_s=1e5
+    )
+    assert not np.isnan(result.first_token_s).any()
+    assert result.total("stopped_before_ready") == 0
+    assert result.total("requests") == len(requests)
+
+
+def test_a_queue_that_costs_more_than_a_replica_gets_one() -> None:
+    requests = sorted((float(at_s) / 4, 0, 50, 60) for at_s in range(4 * 400))
+    result = simulate(
+        make_workload(requests), ONE, Stoker(forecasts=False), 0, Prices(30.0), until_s=400.0, sample_s=10.0
+    )
+    assert result.series[:, 2].max() >= 2
+    assert result.quantile_s(0.5) < 1.0
+
+
+def test_an_idle_function_makes_room_for_one_that_is_called() -> None:
+    functions = [make_function("a"), make_function("b")]
+    workload = make_workload([(0.0, 0, 10, 10), (30.0, 1, 10, 10)], functions)
+    stoker = Stoker(forecasts=False)
+    result = simulate(workload, Cluster(slots=1, devices_per_slot=1), stoker, 0, Prices(100.0), until_s=200.0)
+    assert result.first_token_s[1] < 11.0
+    assert result.no_room == 0
+
+
+def test_what_is_fed_bit_by_bit_is_remembered_as_what_is_learned_at_once() -> None:
+    chance = random.Random(9)
+    at_s, requests = 0.0, []
+    while at_s < 8000.0:
+        at_s += chance.expovariate(chance.choice([0.01, 1.0]))
+        requests.append((at_s, 0, 100, 20))
+    workload = make_workload(requests)
+
+    class Fed(Fixed):
+        def begin(self, workload, cluster, prices, now_s) -> None:  # type: ignore[no-untyped-def]
+            self.memory = Memory(SERVICE, 0.0)
+
+        def on_timer(self, view: View, now_s: float) -> Wish:
+            self.memory.feed(view, now_s)
+            return Wish(1, now_s + 137.0, float("inf"))
+
+    policy = Fed(1)
+    simulate(workload, ONE, policy, until_s=9000.0)
+    learned = Memory(SERVICE, 0.0)
+    learned.learn(workload, 0, 8400.0)
+    for name in ("arrivals", "prompt_tokens"):
+        fed = policy.memory.history.series(name, 600, 0.0, 8400.0)[1]
+        assert np.allclose(fed, learned.history.series(name, 600, 0.0, 8400.0)[1], rtol=0.01)
+    assert policy.memory.prompt_tokens == pytest.approx(100.0, rel=0.01)
+    assert len(policy.memory.history.gaps_s) > 10
