@@ -51,6 +51,7 @@ from control_plane.ledger import Ledger
 from control_plane.live_request import LiveRequest
 from control_plane.loop import ControlLoop
 from control_plane.metrics import Metrics
+from control_plane.moving import Moves
 from control_plane.object_store import StoreWatch
 from control_plane.parking import Parking
 from control_plane.peers import Peers
@@ -139,6 +140,7 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
     _tell_placing(fleet.placing, seating, functions)
     fleet.placing.on_room = loop.poke
     slot_scaling = SlotScaling(fleet, slots, decisions, settings.slot.hold_s, lambda: loop.leads)
+    moves = Moves(fleet, slots, decisions, lambda: loop.leads, loop.end_replica)
     traces = open_traces(os.environ)
     if traces is not None:
         fleet.watchers.append(traces.replica_changed)
@@ -172,6 +174,7 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
         sender=sender,
         loop=loop,
         slot_scaling=slot_scaling,
+        moves=moves,
         serving=serving,
         importing=importing,
         prompts=prompts,

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from control_plane.ledger import Ledger
     from control_plane.loop import ControlLoop
     from control_plane.metrics import Metrics
+    from control_plane.moving import Moves
     from control_plane.object_store import StoreWatch
     from control_plane.peers import Peers
     from control_plane.queue_shares import QueueShares
@@ -74,6 +75,7 @@ class AppContext:
     sender: DemandSender
     loop: ControlLoop
     slot_scaling: SlotScaling
+    moves: Moves
     serving: Serving
     importing: Importing
     prompts: PromptMakers

@@ -19,6 +19,7 @@ from control_plane.context import AppContext
 from control_plane.database import Connection, Database
 from control_plane.errors import StokerError
 from control_plane.fleet import GONE
+from control_plane.moving import LOOK_S as MOVES_S
 from control_plane.preloading import TELL_S, Preloading
 from control_plane.slot_scaling import LOOK_S as SLOTS_S
 from function_runtime.protocol import EngineOptions, ReplicaSpec, ReplicaState, ReplicaStatus, ReplicaTime
@@ -73,6 +74,7 @@ class Upkeep:
             ("sweep", settings.retention.sweep_s, self._sweep),
             ("refresh", settings.gateway.refresh_s, self._refresh),
             ("slots", SLOTS_S, context.slot_scaling.look),
+            ("moves", MOVES_S, context.moves.look),
             ("preload", TELL_S, Preloading(context).look),
         ):
             self._spawn(self._every(name, pause_s, work))

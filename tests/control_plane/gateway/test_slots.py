@@ -307,3 +307,54 @@ async def test_a_slot_that_vanishes_while_it_starts_something_is_replaced_at_onc
     city.slots.behaviour.never_ready = False
     await city.slots.slots.pop("slot-0").vanish()
     assert await asking == answer_of(5)
+
+
+# --- moves ---
+
+
+def idle_for(city: City, seconds: float) -> None:
+    for replica_id in city.context.moves._idle_since_s:
+        city.context.moves._idle_since_s[replica_id] -= seconds
+
+
+async def apart(city: City) -> None:
+    """Two functions that are kept, each on a slot of its own though there is room for both on one."""
+    city.slots.classes = (SlotClass("", 0, 2, 1, 1),)
+    for name in ("fn", "other"):
+        await city.deploy(name, scaling={"min_replicas": 1})
+    await until(lambda: len(city.slots.living) == 2)
+    await until(lambda: all(s.state is ReplicaState.READY for s in city.context.fleet.living()))
+    assert [len(slot.living) for slot in city.slots.slots.values()] == [1, 1]
+    city.slots.classes = (SlotClass("", 0, 2, 1, 2),)
+    city.context.fleet.placing._made_s = float("-inf")
+
+
+async def test_idle_replicas_that_are_kept_are_moved_together_and_the_slot_they_leave_is_given_back(city: City) -> None:
+    await apart(city)
+    moves, fleet = city.context.moves, city.context.fleet
+    await moves.look()
+    assert len(fleet.living()) == 2, "they may only just have been used"
+    idle_for(city, 10.0)
+    await moves.look()
+    await until(lambda: sorted(len(slot.living) for slot in city.slots.slots.values()) == [0, 2])
+    await until(lambda: len(fleet.living()) == 2)
+    decisions = await city.context.decisions._query("kind", "move", 10)
+    assert len(decisions) == 1 and decisions[0].reason == "1 idle replicas elsewhere empty slot-0"
+    await city.look()
+    time_passes(city, 80.0)
+    await city.look()
+    assert city.slots.given_back == ["slot-0"]
+    assert await ask(city) == await ask(city, model="other") == answer_of(5)
+
+
+async def test_what_works_is_not_moved(city: City) -> None:
+    await apart(city)
+    city.slots.behaviour.token_s = 0.02
+    streams = [asyncio.ensure_future(ask(city, model=name, max_tokens=20)) for name in ("fn", "other")]
+    await until(lambda: sum(lane.in_flight for lane in city.context.dispatcher.lanes) == 2)
+    moves = city.context.moves
+    await moves.look()
+    idle_for(city, 10.0)
+    await moves.look()
+    assert not moves._under_way
+    assert await asyncio.gather(*streams) == [answer_of(20)] * 2
