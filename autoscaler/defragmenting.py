@@ -152,6 +152,16 @@ def _enough(
     return chosen if missing <= 0 and chosen else None
 
 
+def _without(homes: Homes, replica: Resident) -> list[SlotHome]:
+    """Slots that have no other replica of its function: what is on two slots outlives the loss of one."""
+    own = (replica.tenant, replica.function)
+    return [
+        home
+        for home in homes
+        if not any((each.tenant, each.function) == own for device in home.devices for each in device.residents)
+    ]
+
+
 def _moved(
     residents: Sequence[Resident], from_slot: str, others: Homes, works: Mapping[str, Work], now_s: float
 ) -> tuple[Move, ...] | None:
@@ -159,7 +169,7 @@ def _moved(
     moves: list[Move] = []
     for each in residents:
         work = replace(works[each.replica_id], waiting=0)
-        placement = place(work, others, now_s, lambda resident, asked: False)
+        placement = place(work, _without(others, each), now_s, lambda resident, asked: False)
         if placement is None:
             return None
         home = others.get(placement.choice)

@@ -18,6 +18,7 @@ from typing import Final, TypeAlias
 from autoscaler.placement import Placement, ReplicaHome, place_request
 from control_plane.errors import Saturated
 from control_plane.live_request import LiveRequest
+from control_plane.prefixes import Prefixes, chain_of
 from control_plane.replica_link import ReplicaLink
 from control_plane.settings import QueueSettings
 
@@ -26,6 +27,8 @@ FunctionKey: TypeAlias = tuple[str, str]
 
 DEMAND_WINDOW_NS: Final = 15_000_000_000
 GAPS_KEPT: Final = 64
+UNMEASURED: Final = (0.05, 500.0)
+"""Seconds of a step and tokens a second of prefill, until they were measured."""
 
 
 class Seat:
@@ -39,6 +42,7 @@ class Seat:
         "link",
         "max_requests",
         "others",
+        "prefixes",
         "replica_id",
         "revision",
         "since_s",
@@ -65,6 +69,7 @@ class Seat:
         self.in_flight: dict[str, LiveRequest] = {}
         self.others = 0
         """Requests of other gateways that the replica runs."""
+        self.prefixes = Prefixes()
         self.accepting = True
         self.since_s = time.monotonic()
 
@@ -82,6 +87,7 @@ class Seat:
 
     def take(self, request: LiveRequest) -> None:
         self.in_flight[request.request_id] = request
+        self.prefixes.note(chain_of(request.origin.prompt))
         request.seat = self
         self.link.set_busy(True)
 
@@ -123,6 +129,8 @@ class Lane:
         self._paused_ns = 0
         self._clock_ns = time.monotonic_ns()
         self._was_ready = False
+        self.speeds: Callable[[], tuple[float, float]] = lambda: UNMEASURED
+        """Seconds of an engine step, and tokens a second of prefill, of this lane's replicas."""
 
     # --- demand, as scaling sees it ---
 
@@ -245,7 +253,14 @@ class Lane:
             return None
         if len(free) == 1:
             return free[0], None
-        homes = [ReplicaHome(seat.replica_id, seat.taken, seat.max_requests) for seat in free]
+        chain = chain_of(request.origin.prompt)
+        step_s, tokens_per_s = self.speeds()
+        homes = [
+            ReplicaHome(
+                seat.replica_id, seat.taken, seat.max_requests, step_s, tokens_per_s, seat.prefixes.held_tokens(chain)
+            )
+            for seat in free
+        ]
         placement = place_request(len(request.origin.prompt), None, homes)
         if placement is None:
             return None
@@ -268,6 +283,7 @@ class Lanes:
         whole = Room(bounds.max_requests, bounds.max_bytes)
         self.granted: Callable[[FunctionKey], Room] = lambda key: whole
         """This gateway's part of a function's bounds, which hold for all gateways together."""
+        self.speeds: Callable[[FunctionKey, str], tuple[float, float]] = lambda key, identity: UNMEASURED
         self.noted: Callable[[Lane], None] = lambda lane: None
         self._lanes: dict[tuple[FunctionKey, str], Lane] = {}
         self._of: dict[FunctionKey, dict[str, Lane]] = {}
@@ -277,6 +293,7 @@ class Lanes:
         lane = self._lanes.get((key, identity))
         if lane is None:
             lane = self._lanes[key, identity] = Lane(key, identity)
+            lane.speeds = lambda: self.speeds(key, identity)
             lane.noted = self.noted
             self._of.setdefault(key, {})[identity] = lane
             lane.pause(self._paused.get(key, ""))

@@ -16,11 +16,11 @@ def slot(slot_id: str, free_gb: int, *residents: Resident, **fields: object) -> 
 
 
 def idle(name: str, gb: int = 4) -> Resident:
-    return Resident(name, nbytes=gb * GB)
+    return Resident(name, name, nbytes=gb * GB)
 
 
 def busy(name: str, gb: int = 4) -> Resident:
-    return Resident(name, nbytes=gb * GB, in_flight=1)
+    return Resident(name, name, nbytes=gb * GB, in_flight=1)
 
 
 def works(**gb: int) -> dict[str, Work]:
@@ -77,3 +77,9 @@ def test_what_was_placed_counts_for_the_next_of_the_same_round() -> None:
     after = homes.get("b")
     assert after is not None and (after.replicas, after.starting, after.devices[0].load) == (1, 1, (0.5, 0.5))
     assert left(after, "r1", work).devices[0].free_bytes == home.devices[0].free_bytes
+
+
+def test_two_replicas_of_a_function_are_not_moved_onto_one_slot() -> None:
+    twin = Resident("twin", "x", nbytes=4 * GB, in_flight=1)
+    assert to_empty([slot("a", 10, idle("x")), slot("b", 10, twin)], works(x=4), 60.0, 0.0) is None
+    assert moves(to_empty([slot("a", 10, idle("x")), slot("b", 10, busy("y"))], works(x=4), 60.0, 0.0))
