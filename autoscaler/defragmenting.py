@@ -18,6 +18,12 @@ MOST_MOVES = 4
 """Of one plan: loads that nobody waits for share links with those that somebody waits for."""
 
 
+TRIED = 4
+"""Slots that are tried to be emptied, at a look."""
+TARGETS = 64
+"""Slots that are looked at for what is moved, the fullest."""
+
+
 @dataclass(frozen=True, slots=True)
 class Move:
     replica_id: str
@@ -89,12 +95,18 @@ def to_empty(
     `works` says of each replica what starting it anew needs; `held_s`: for how long the slot would be held otherwise.
     Slots without replicas are no targets: they are to be given back themselves.
     """
-    homes = [home for home in slots if not home.closed]
-    for home in sorted(homes, key=lambda each: (each.replicas, each.slot_id)):
+    used = [home for home in slots if not home.closed and not home.is_idle]
+    used.sort(key=lambda each: (each.replicas, each.slot_id))
+    tried = 0
+    for home in used:
         residents = _movable(home, works)
         if residents is None or len(residents) > most_moves:
             continue
-        others = Homes(each for each in homes if each.slot_id != home.slot_id and not each.is_idle)
+        tried += 1
+        if tried > TRIED:
+            break
+        # The fullest first: what is moved should not keep another slot from becoming empty.
+        others = Homes(each for each in used[-TARGETS:] if each.slot_id != home.slot_id)
         moves = _moved(residents, home.slot_id, others, works, now_s)
         if moves is None:
             continue
@@ -109,26 +121,28 @@ def to_empty(
 def to_make_room(
     work: Work, slots: Iterable[SlotHome], works: Mapping[str, Work], now_s: float, most_moves: int = MOST_MOVES
 ) -> Plan | None:
-    """Moves of idle replicas after which this work has room on one slot; None: there are none, or it has room already.
+    """Moves of idle replicas after which this work has room on one slot; None: there are none, or it has room beside one.
 
     The device that lacks least comes first; its smallest idle replicas that are enough go.
     """
     homes = [home for home in slots if not home.closed and home.kind == work.kind]
-    if work.devices != 1 or place(replace(work, waiting=0), homes, now_s, lambda resident, asked: False) is not None:
+    if work.devices != 1:
         return None
     options = sorted(
         (work.device_bytes - device.free_bytes, home.slot_id, index, home)
         for home in homes
         for index, device in enumerate(home.devices)
-        if not device.quarantined
+        if not device.quarantined and any(each.replica_id in works for each in device.residents)
     )
-    for missing, slot_id, index, home in options:
+    if options and options[0][0] <= 0:
+        return None
+    for missing, slot_id, index, home in options[:TRIED]:
         idle = [each for each in home.devices[index].residents if each.idle and each.replica_id in works]
         idle.sort(key=lambda each: works[each.replica_id].device_bytes)
         chosen = _enough(idle, works, missing, most_moves)
         if chosen is None:
             continue
-        others = Homes(each for each in homes if each.slot_id != slot_id)
+        others = Homes(each for each in homes[:TARGETS] if each.slot_id != slot_id)
         moves = _moved(chosen, slot_id, others, works, now_s)
         if moves is not None:
             cost_s = sum(move.expected_s for move in moves)
