@@ -121,7 +121,7 @@ def to_empty(
 def to_make_room(
     work: Work, slots: Iterable[SlotHome], works: Mapping[str, Work], now_s: float, most_moves: int = MOST_MOVES
 ) -> Plan | None:
-    """Moves of idle replicas after which this work has room on one slot; None: there are none, or it has room beside one.
+    """Moves of idle replicas after which this work has room on one slot; None: none, or it has room beside one now.
 
     The device that lacks least comes first; its smallest idle replicas that are enough go.
     """
