@@ -20,7 +20,7 @@ from autoscaler.homes import DISK, LOADING, MAKE, PEER, POOL, STORE, Device, Hom
 from autoscaler.room import MayEnd, choose_victims, loss_s, may_end_by_default
 from autoscaler.work import Work
 
-LOOK_AT = 32
+LOOK_AT = 16
 MORE_DEVICES = 2
 """Of a slot's devices with room, the quietest are looked at: as many as are needed, and this many more."""
 BUSIEST = 0.95
@@ -179,26 +179,29 @@ def _score(work: Work, row: SlotRow, peers: list[SlotHome]) -> _Found | None:
 def weights_from(work: Work, home: SlotHome, peers: Sequence[SlotHome] = ()) -> tuple[str, float]:
     """The tier from which the weights are there soonest, and after how many seconds. A link is shared by the loads that
     are under way on it; a peer is read by others as well."""
-    identity = work.identity
+    identity, loads = work.identity, home.loads
     if not identity or identity in home.pool:
         return POOL, 0.0
-    tier, least_s = MAKE, work.make_s * (1 + home.loads.get(MAKE, 0))
-    if identity in home.loading:
-        tier, least_s = min((LOADING, home.loading[identity]), (tier, least_s), key=lambda each: each[1])
+    tier, least_s = MAKE, work.make_s * (1 + loads.get(MAKE, 0)) if loads else work.make_s
+    if home.loading and home.loading.get(identity, least_s) < least_s:
+        tier, least_s = LOADING, home.loading[identity]
     if not work.weights_bytes:
         return tier, least_s  # how long a copy takes is not known
-    reachable = [DISK] if identity in home.disk else []
-    if any(peer.slot_id != home.slot_id for peer in peers):
-        reachable.append(PEER)
-    if work.in_store:
-        reachable.append(STORE)
-    for name in reachable:
-        sharing = 1 + home.loads.get(name, 0)
-        if name == PEER:
-            sharing = max(sharing, 1 + min(peer.serving for peer in peers if peer.slot_id != home.slot_id))
-        seconds = work.weights_bytes * sharing / (home.bytes_per_s.get(name) or BYTES_PER_S[name])
+    measured = home.bytes_per_s
+    if identity in home.disk:
+        seconds = work.weights_bytes * (1 + loads.get(DISK, 0)) / (measured.get(DISK) or BYTES_PER_S[DISK])
         if seconds < least_s:
-            tier, least_s = name, seconds
+            tier, least_s = DISK, seconds
+    if peers:
+        # A slot that has it itself was answered above: these are others.
+        sharing = 1 + max(loads.get(PEER, 0), min([peer.serving for peer in peers]))
+        seconds = work.weights_bytes * sharing / (measured.get(PEER) or BYTES_PER_S[PEER])
+        if seconds < least_s:
+            tier, least_s = PEER, seconds
+    if work.in_store:
+        seconds = work.weights_bytes * (1 + loads.get(STORE, 0)) / (measured.get(STORE) or BYTES_PER_S[STORE])
+        if seconds < least_s:
+            tier, least_s = STORE, seconds
     return tier, least_s
 
 
