@@ -56,6 +56,7 @@ from control_plane.object_store import StoreWatch
 from control_plane.parking import Parking
 from control_plane.peers import Peers
 from control_plane.placing import Placing
+from control_plane.predicted import Predicted
 from control_plane.queue_shares import QueueShares
 from control_plane.quotas import Quotas
 from control_plane.records import RequestState
@@ -140,6 +141,9 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
     _tell_placing(fleet.placing, seating, functions)
     fleet.placing.on_room = loop.poke
     slot_scaling = SlotScaling(fleet, slots, decisions, settings.slot.hold_s, lambda: loop.leads)
+    predicted = Predicted(functions, fleet)
+    fleet.placing.load, fleet.placing.expected = predicted.load, predicted.expected
+    fleet.placing.context_tokens, slot_scaling.expected = predicted.context_tokens, predicted.replicas
     moves = Moves(fleet, slots, decisions, lambda: loop.leads, loop.end_replica)
     traces = open_traces(os.environ)
     if traces is not None:
@@ -175,6 +179,7 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
         loop=loop,
         slot_scaling=slot_scaling,
         moves=moves,
+        predicted=predicted,
         serving=serving,
         importing=importing,
         prompts=prompts,

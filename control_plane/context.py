@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from control_plane.moving import Moves
     from control_plane.object_store import StoreWatch
     from control_plane.peers import Peers
+    from control_plane.predicted import Predicted
     from control_plane.queue_shares import QueueShares
     from control_plane.quotas import Quotas
     from control_plane.sealing import TenantKeys
@@ -76,6 +77,7 @@ class AppContext:
     loop: ControlLoop
     slot_scaling: SlotScaling
     moves: Moves
+    predicted: Predicted
     serving: Serving
     importing: Importing
     prompts: PromptMakers

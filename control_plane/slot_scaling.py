@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from autoscaler.peaks import Peaks
 from autoscaler.slot_scaling import (
@@ -39,6 +40,7 @@ AGAIN_S: Final = 5.0
 """Pause after a slot could not be had, or not be given back."""
 ASSUMED_PROVISION_S: Final = 2.0
 NEW: Final = 0.3
+LAST_KEPT: Final = 20
 _QUIET: Final = frozenset({SlotReason.ENOUGH, SlotReason.HOLD_EMPTY, SlotReason.HOLD_PROVISIONING, SlotReason.BOUND})
 """Reasons for leaving everything as it is that are not worth a record."""
 
@@ -62,6 +64,8 @@ class SlotScaling:
         self._peaks: dict[str, Peaks] = {}
         self._told: dict[str, str] = {}
         self._pause_until_s = 0.0
+        self.last: deque[dict[str, Any]] = deque(maxlen=LAST_KEPT)
+        """Decisions of this gateway that changed something or held it for a new reason."""
         self._looking: asyncio.Task[None] | None = None
         self.expected: Callable[[str], tuple[tuple[float, float], ...]] = lambda class_name: ()
         """(from when on, replicas that are then expected to run), of the functions that need a class."""
@@ -201,4 +205,6 @@ class SlotScaling:
         inputs = {**decision.inputs, "class": name, "have": current, "desired": decision.desired}
         if decision.victims:
             inputs["victims"] = ",".join(decision.victims)
-        self._decisions.record("slots", None, None, None, f"{decision.reason}: {decision.detail}", inputs)
+        reason = f"{decision.reason}: {decision.detail}"
+        self.last.append({"at_us": time.time_ns() // 1000, "reason": reason, "inputs": inputs})
+        self._decisions.record("slots", None, None, None, reason, inputs)

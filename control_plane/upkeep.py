@@ -20,6 +20,7 @@ from control_plane.database import Connection, Database
 from control_plane.errors import StokerError
 from control_plane.fleet import GONE
 from control_plane.moving import LOOK_S as MOVES_S
+from control_plane.predicted import LOOK_S as PREDICTED_S
 from control_plane.preloading import TELL_S, Preloading
 from control_plane.slot_scaling import LOOK_S as SLOTS_S
 from function_runtime.protocol import EngineOptions, ReplicaSpec, ReplicaState, ReplicaStatus, ReplicaTime
@@ -75,6 +76,7 @@ class Upkeep:
             ("refresh", settings.gateway.refresh_s, self._refresh),
             ("slots", SLOTS_S, context.slot_scaling.look),
             ("moves", MOVES_S, context.moves.look),
+            ("predicted", PREDICTED_S, context.predicted.look),
             ("preload", TELL_S, Preloading(context).look),
         ):
             self._spawn(self._every(name, pause_s, work))

@@ -79,7 +79,7 @@ async def slots(request: web.Request) -> web.Response:
                 "replicas": [status.replica_id for status in mine],
             }
         )
-    return web.json_response({"object": "list", "data": data})
+    return web.json_response({"object": "list", "data": data, "scaling": list(context.slot_scaling.last)})
 
 
 async def function_status(request: web.Request) -> web.Response:

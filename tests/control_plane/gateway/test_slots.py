@@ -163,8 +163,10 @@ async def test_a_request_that_finds_no_slot_gets_one_and_is_answered(city: City)
     assert city.context.fleet.slots == {}
     assert await ask(city) == answer_of(5)
     assert city.slots.asked == [1], "one request asks once"
-    decisions = await city.context.decisions._query("kind", "slots", 10)
-    assert [each.reason for each in decisions] == ["no_room: 1 replicas with 1 devices find no room"]
+    async with city.get("/api/v1/slots") as response:
+        told = await response.json()
+    assert [each["reason"] for each in told["scaling"]] == ["no_room: 1 replicas with 1 devices find no room"]
+    assert [slot["slot_id"] for slot in told["data"]] == ["slot-0"]
 
 
 async def test_what_does_not_fit_on_the_slots_there_are_gets_more_up_to_the_bound(city: City) -> None:
