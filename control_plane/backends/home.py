@@ -79,6 +79,9 @@ class LocalHome:
         self._pid = info.pid
         await self._register(info)
 
+    def heard(self) -> None:
+        return
+
     async def news(self, pause_s: float) -> None:
         await asyncio.sleep(pause_s)
 

@@ -39,6 +39,9 @@ class AgentHome(Protocol):
         """It answers."""
         ...
 
+    def heard(self) -> None:
+        """It has just said something."""
+
     def end_hung(self) -> None: ...
 
     async def news(self, pause_s: float) -> None:
@@ -118,6 +121,7 @@ class SlotLink:
         first = True
         async for event in client.events():
             self._heard_s = time.monotonic()
+            self.home.heard()
             if first:
                 first, self.heard = False, True
                 logger.info("event=agent_connected slot=%s pid=%d", self.slot_id, info.pid)

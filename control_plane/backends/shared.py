@@ -32,6 +32,8 @@ from function_runtime.protocol import AgentInfo
 logger = logging.getLogger(__name__)
 
 PROBE_S: Final = 2.0
+VOID_SHARE: Final = 1.5
+"""Of `orphan_s`: after so much silence an agent whose owner is gone has ended, and so have its replicas."""
 
 
 def slot_name(data_dir: Path, number: int) -> str:
@@ -43,9 +45,14 @@ def slot_name(data_dir: Path, number: int) -> str:
 class RemoteHome:
     """A slot that another gateway registered."""
 
-    def __init__(self, row: SlotRow, missing: Callable[[SlotRow], Awaitable[None]]) -> None:
+    def __init__(
+        self, row: SlotRow, missing: Callable[[SlotRow], Awaitable[bool]], void_after_s: float = float("inf")
+    ) -> None:
         self.row = row
         self._missing = missing
+        """Told of an agent that is gone; whether nobody will start it again."""
+        self._void_after_s = void_after_s
+        self._heard_s = time.monotonic()
         self._news = asyncio.Event()
 
     def moved(self, row: SlotRow) -> None:
@@ -59,7 +66,9 @@ class RemoteHome:
         return self.row.info
 
     async def is_gone(self) -> bool:
-        """A refused connection: nobody listens there any more. Silence says nothing."""
+        """A refused connection: nobody listens there any more. Silence says nothing until it has lasted for longer than
+        an agent and its replicas outlive their last reader: then whatever was leased there is void, unless its owner
+        lives, which sees to it."""
         row = self.row
         try:
             async with asyncio.timeout(PROBE_S):
@@ -69,11 +78,14 @@ class RemoteHome:
             await self._missing(row)
             return True
         except (OSError, TimeoutError):
-            return False
-        return False
+            pass
+        return time.monotonic() - self._heard_s > self._void_after_s and await self._missing(row)
 
     async def connected(self, info: AgentInfo) -> None:
-        return
+        self._heard_s = time.monotonic()
+
+    def heard(self) -> None:
+        self._heard_s = time.monotonic()
 
     def end_hung(self) -> None:
         return  # its owner, on its machine, sees to that
@@ -194,7 +206,8 @@ class SharedBackend(LinkedSlots):
                 if known is not None:
                     known.moved(row)
                 elif slot_id not in self._links:
-                    home = self._remote[slot_id] = RemoteHome(row, self._agent_missing)
+                    void_after_s = VOID_SHARE * self._settings.slot.orphan_s
+                    home = self._remote[slot_id] = RemoteHome(row, self._agent_missing, void_after_s)
                     link = self._links[slot_id] = SlotLink(slot_id, home)
                     link.start(listener)
             for slot_id in [known for known in self._remote if known not in rows]:
@@ -249,14 +262,15 @@ class SharedBackend(LinkedSlots):
             del self._unwritten[slot_id]
         self.on_registered()
 
-    async def _agent_missing(self, row: SlotRow) -> None:
-        """Nobody will start it again: the slot is no more."""
+    async def _agent_missing(self, row: SlotRow) -> bool:
+        """Whether nobody will start it again: the slot is no more."""
         if row.owner == self._gateways.id or self._gateways.url_of(row.owner):
-            return
+            return False
         try:
             await self._table.drop(row)
         except StokerError as error:
             logger.warning("event=slot_not_dropped slot=%s error=%s", row.slot_id, error)
+        return True
 
     async def close(self, *, end_agents: bool, grace_s: float) -> None:
         self._closed = True

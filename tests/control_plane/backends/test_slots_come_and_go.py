@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ import pytest_asyncio
 from control_plane.backends import link, local, shared
 from control_plane.backends.base import SlotRefused, SlotUnavailable
 from control_plane.backends.local import LocalBackend
-from control_plane.backends.shared import SharedBackend
+from control_plane.backends.shared import RemoteHome, SharedBackend
 from control_plane.database import Database
 from control_plane.settings import DatabaseSettings, SlotRange
-from control_plane.slot_table import SlotTable
+from control_plane.slot_table import SlotRow, SlotTable
+from function_runtime.protocol import AgentInfo
 from tests.control_plane.backends.town import (
     Listener,
     Machine,
@@ -199,3 +201,27 @@ async def test_places_of_a_gateway_that_is_gone_are_none(pair: Pair) -> None:
     await one.look()
     assert one.classes[0].most == 2
     assert await one.add_slots("", 9) == 1
+
+
+# --- silence ---
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "owner_lives", "gone"), [(1.0, False, False), (50.0, True, False), (50.0, False, True)]
+)
+async def test_a_slot_that_was_silent_for_longer_than_it_outlives_its_readers_is_void(
+    silent_s: float, owner_lives: bool, gone: bool
+) -> None:
+    """A machine that vanished answers nothing, not even with a refusal: it must not hold everything up for ever."""
+
+    async def missing(row: SlotRow) -> bool:
+        return not owner_lives
+
+    # A port that takes connections into its backlog and never answers stands for a stopped agent.
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        info = AgentInfo("s", 1, "127.0.0.1", listener.getsockname()[1], "token", "life")
+        home = RemoteHome(SlotRow("s", info, "gw-gone"), missing, void_after_s=30.0)
+        home._heard_s -= silent_s
+        assert await home.is_gone() is gone
+        home.heard()
+        assert await home.is_gone() is False

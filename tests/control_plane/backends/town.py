@@ -135,6 +135,9 @@ def home_of(machine: Machine) -> type:
         async def connected(self, info: AgentInfo) -> None:
             await self._register(info)
 
+        def heard(self) -> None:
+            return
+
         def end_hung(self) -> None:
             return
 
