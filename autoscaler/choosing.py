@@ -54,8 +54,8 @@ RATE: dict[str, Forecaster] = {
     "holt_winters": holt_winters,
     "burst": burst,
 }
-QUICK = frozenset({"ewma", "burst"})
-"""Cheap, and stale after a minute."""
+QUICK = ("ewma", "burst")
+"""Stale after a minute; asked while more than half of a replica is busy."""
 PLAN_EVERY_S = 600.0
 IDLE_PLAN_EVERY_S = 6 * 3_600.0
 """While nothing happens, only what goes by the clock is planned anew, and this seldom."""
@@ -92,6 +92,7 @@ class Choosing:
         "_asked_until_s",
         "_clock_planned_s",
         "_minute_s",
+        "_places",
         "_planned_gaps",
         "_planned_s",
         "_rates_on",
@@ -117,6 +118,7 @@ class Choosing:
         self._planned_gaps = 0
         self._minute_s: float | None = None
         self._waiters = 1.0
+        self._places = 1
         self._work = Work()
         self._rates_on = False
 
@@ -146,13 +148,14 @@ class Choosing:
         """What is said from now on. `idle_since_s`: when the last activity ended; None: something is going on.
         `places`: requests at once that one replica is meant to take."""
         idle_s = 0.0 if idle_since_s is None else max(now_s - idle_since_s, 0.0)
+        self._places = max(places, 1)
         changed = self._settle_gaps(history, costs)
         if changed:
             self._plan_gaps(history, now_s, costs, idle_s)
         # What acts was cut to what may be lost whatever the gap: while nothing ends and nothing is planned, it stands.
         if self._plan_by_clock(history, now_s, costs, idle_s) or changed:
             self.warm.elect(costs, self._waiters, idle_s)
-        need = Need(self._work.service_s, max(places, 1))
+        need = Need(self._work.service_s, self._places)
         if self._rates_on:
             self._settle_minutes(history, now_s, need, costs)
         if schedules != self._schedules or (schedules and now_s + HORIZON_S > self._asked_until_s):
@@ -203,7 +206,7 @@ class Choosing:
             return False
         self._clock_planned_s = now_s
         self._measure(history, now_s, costs)
-        for name in WARM.keys() | (RATE.keys() - QUICK if self._rates_on else set()):
+        for name in WARM.keys() | (RATE.keys() - set(QUICK) if self._rates_on else set()):
             if name not in BY_THE_CLOCK and name not in RATE:
                 continue
             outlook = RATE[name](history, now_s, HORIZON_S, STEPS)
@@ -229,7 +232,7 @@ class Choosing:
             following = (float(first.mean()) - 1.0) / (resolution_s / 2)
             self._waiters = min(1.0 + 0.5 * costs.start_s * max(following, 0.0), WAITERS_MAX)
         busiest = float(np.nanmax(counts)) / resolution_s if not np.isnan(counts).all() else 0.0
-        self._rates_on = busiest * self._work.service_s > 1.0
+        self._rates_on = busiest * self._work.service_s > 0.9 * self._places
 
     # --- how many ---
 
@@ -244,7 +247,8 @@ class Choosing:
             if before == before and arrived == arrived:
                 self.rate.settle(minute_s, arrived, before, need, costs)
         self._minute_s = end_s
-        for name in QUICK:
+        quick = QUICK if rates and need.of(2.0 * rates[-1]) > 1 else ()
+        for name in quick:
             outlook = RATE[name](history, now_s, HORIZON_S, STEPS)
             self._tell(name, now_s, outlook.rate, outlook.rate_high)
         self.rate.elect(need, costs)
