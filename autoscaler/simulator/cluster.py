@@ -56,6 +56,8 @@ class SimSlot:
     """Replicas here by function."""
     replicas: int = 0
     starting: int = 0
+    empty: int = 0
+    """Devices without a replica."""
     loads: dict[str, int] = field(default_factory=dict)
     """Under way, by tier."""
     seen: dict[int, Device] = field(default_factory=dict)
@@ -86,7 +88,12 @@ class Slots:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.all = {
-            slot_id: SimSlot(slot_id, cluster.devices_per_slot, [[] for _ in range(cluster.devices_per_slot)])
+            slot_id: SimSlot(
+                slot_id,
+                cluster.devices_per_slot,
+                [[] for _ in range(cluster.devices_per_slot)],
+                empty=cluster.devices_per_slot,
+            )
             for slot_id in (f"slot{number:04d}" for number in range(cluster.slots))
         }
         self._bytes_per_s = {PEER: _SLOW, **cluster.bytes_per_s}
@@ -109,10 +116,30 @@ class Slots:
             return place(self._work(function), homes, now_s, may_end)
         if self.held + function.held_devices > self.cluster.devices + 1e-6:
             return None
+        soonest = self._soonest(function)
+        if soonest is not None:
+            return soonest
         for slot_id in self._changed:
             self._homes.put(self._home(self.all[slot_id], None))
         self._changed.clear()
         return place(self._work(function), self._homes, now_s, lambda resident, work: False)
+
+    def _soonest(self, function: SimFunction) -> Placement | None:
+        """What `place` answers where nothing can be sooner: the weights in the pool, devices of nobody else's, and no
+        other start there. Most starts are like this, and found in a hundredth of the time."""
+        if function.device_share < 1.0:
+            return None
+        for slot in self.all.values():
+            if slot.empty >= function.devices and not slot.starting and function.name in slot.pool:
+                empty = [index for index, residents in enumerate(slot.residents) if not residents]
+                return Placement(
+                    slot.slot_id,
+                    self._work(function).start_s,
+                    "nothing can be sooner",
+                    devices=tuple(empty[: function.devices]),
+                    tier=POOL,
+                )
+        return None
 
     def start(self, number: int, function: SimFunction, placed: Placement, u: float, now_s: float) -> SimReplica:
         """A replica begins to start; `ready_s` is when it will be. `u` in [0, 1) says which of the measured starts."""
@@ -127,6 +154,7 @@ class Slots:
                 taken_s += max(taken_s - quick_s, 0.0) * others
         replica = SimReplica(number, function, slot, placed.devices, tier, now_s, now_s + taken_s)
         for index in placed.devices:
+            slot.empty -= not slot.residents[index]
             slot.residents[index].append(replica)
             slot.seen.pop(index, None)
         slot.replicas += 1
@@ -155,6 +183,7 @@ class Slots:
         slot, function = replica.slot, replica.function
         for index in replica.devices:
             slot.residents[index].remove(replica)
+            slot.empty += not slot.residents[index]
             slot.seen.pop(index, None)
         slot.replicas -= 1
         slot.used[function.name] -= 1

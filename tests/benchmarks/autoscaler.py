@@ -149,8 +149,9 @@ def grid_of(quick: bool) -> dict[str, tuple[str, ...]]:
     )
 
 
-def tuned(load: Load, quick: bool) -> dict[str, dict[float, str]]:
-    """Of each peer: the parameters that cost least on the sample of the days to learn from, at each weight."""
+def tuned(load: Load, quick: bool) -> tuple[dict[str, dict[float, str]], list[dict[str, Any]]]:
+    """Of each peer: the parameters that cost least on the sample of the days to learn from, at each weight. And what
+    each of the grid came to there: the curve of cost against waiting."""
     times, jobs = times_of(load), []
     for name, told in grid_of(quick).items():
         for each in told:
@@ -166,10 +167,36 @@ def tuned(load: Load, quick: bool) -> dict[str, dict[float, str]]:
     def cost(name: str, each: str, weight: float) -> float:
         return float(found[load.name, each, weight if name in BY_WEIGHT else WEIGHTS[0]]["objective"][weight])
 
-    return {
+    best = {
         name: {weight: min(told, key=lambda each: cost(name, each, weight)) for weight in WEIGHTS}
         for name, told in grid_of(quick).items()
     }
+    curve = [
+        {"policy": told, "weight": weight if told.partition(":")[0] in BY_WEIGHT else None,
+         "idle_device_s": each["idle_device_s"], "waited_s": each["waited_s"]}
+        for (_, told, weight), each in found.items()
+    ]  # fmt: skip
+    return best, curve
+
+
+def show_curve(load: Load, curve: list[dict[str, Any]], results: dict[str, dict[float, dict[str, Any]]]) -> None:
+    report.table(
+        f"{load.name}: cost against waiting, peers over their grids on the days to tune on",
+        ["policy", "weight", "idle device-s", "waited s"],
+        [
+            [each["policy"], each["weight"] or "any", f"{each['idle_device_s']:,.0f}", f"{each['waited_s']:,.0f}"]
+            for each in sorted(curve, key=lambda each: (each["policy"].partition(":")[0], each["idle_device_s"]))
+        ],
+    )
+    points = {
+        (name, f"{each['idle_device_s']:,.0f}", f"{each['waited_s']:,.0f}")
+        for name, found in results.items()
+        for each in found.values()
+    }
+    report.table(
+        f"{load.name}: the same on the scored days, as tuned for each weight", ["policy", "idle device-s", "waited s"],
+        sorted(points),
+    )  # fmt: skip
 
 
 def scored(load: Load, parameters: dict[str, dict[float, str]]) -> dict[str, dict[float, dict[str, Any]]]:
@@ -189,8 +216,9 @@ def scored(load: Load, parameters: dict[str, dict[float, str]]) -> dict[str, dic
 
 
 def compare(load: Load, quick: bool) -> tuple[bool, dict[str, Any]]:
-    parameters = tuned(load, quick)
+    parameters, curve = tuned(load, quick)
     results = scored(load, parameters)
+    show_curve(load, curve, results)
     rows, holds, judged = [], True, {}
     for weight in WEIGHTS:
         peers = {name: results[name][weight]["objective"][weight] for name in parameters}
@@ -201,7 +229,8 @@ def compare(load: Load, quick: bool) -> tuple[bool, dict[str, Any]]:
         judged[weight] = {"best_peer": best, "share_of_the_way": share, "below_every_peer": ours < peers[best]}
         for name in ("stoker", *parameters, "oracle"):
             found = results[name][weight]
-            told = parameters[name][weight].partition(":")[2] if name in parameters else ""
+            told = parameters[name][weight] if name in parameters else ""
+            told = "/".join(part.rpartition("=")[2] for part in told.partition(":")[2].split(","))
             rows.append(
                 [
                     f"{weight:g}", name, told, f"{found['objective'][weight]:,.0f}", f"{found['idle_device_s']:,.0f}",
@@ -232,7 +261,7 @@ def compare(load: Load, quick: bool) -> tuple[bool, dict[str, Any]]:
         name: {weight: {**each, "job": each["job"].policy} for weight, each in found.items()}
         for name, found in results.items()
     }
-    return holds, {"notes": load.notes, "tuned": parameters, "judged": judged, "results": told_results}
+    return holds, {"notes": load.notes, "tuned": parameters, "judged": judged, "curve": curve, "results": told_results}
 
 
 def compare_hours(parameters: dict[str, dict[float, str]]) -> dict[str, Any]:
@@ -290,7 +319,7 @@ KINDS = ("phase flips", "silence", "spikes", "growing gaps")
 
 
 def compare_misleading(quick: bool) -> tuple[bool, dict[str, Any]]:
-    days = 4.0 if quick else 10.0
+    days = 2.0 if quick else 10.0
     jobs = []
     for kind in KINDS:
         _LOADS[kind] = Load(kind, misleading(kind, days), days * DAY_S, ())
@@ -354,7 +383,7 @@ def speed(load: Load) -> tuple[bool, dict[str, Any]]:
 
 def loads(quick: bool) -> Sequence[Load]:
     if quick:
-        return servegen(16, 150_000, 4.0), azure_functions(2, 2.0)
+        return servegen(10, 60_000, 3.0), azure_functions(2, 1.0)
     return servegen(), azure_functions()
 
 

@@ -233,6 +233,34 @@ def test_devices_are_whole_or_shared_by_memory() -> None:
     assert slots.place(whole, 0.0) is not None
 
 
+def test_the_short_way_to_a_slot_leads_where_placement_does() -> None:
+    chance = random.Random(2)
+    functions = [make_function(f"f{each}", devices=chance.choice([1, 1, 2, 4])) for each in range(6)]
+    slots = Slots(Cluster(slots=3, devices_per_slot=4, pool_bytes=3 * 10**9))
+    living: list[SimReplica] = []
+    short = 0
+    for number in range(400):
+        function = chance.choice(functions)
+        soonest = slots._soonest(function)
+        slots._soonest = lambda function: None  # type: ignore[method-assign]
+        placed = slots.place(function, 0.0)
+        del slots._soonest
+        if soonest is not None:
+            assert placed is not None
+            assert (soonest.choice, soonest.devices, soonest.tier) == (placed.choice, placed.devices, placed.tier)
+            assert soonest.expected_s == pytest.approx(placed.expected_s)
+            short += 1
+        if placed is not None:
+            living.append(slots.start(number, function, placed, 0.5, 0.0))
+        for replica in [each for each in living if not each.is_ready and chance.random() < 0.8]:
+            slots.started(replica, ready=True)
+            replica.is_ready = True
+        for replica in [each for each in living if each.is_ready and chance.random() < 0.3]:
+            slots.free(replica)
+            living.remove(replica)
+    assert short > 30
+
+
 def test_restarts_within_the_break_even_time_depend_on_what_waiting_is_worth() -> None:
     requests = [(0.0, 0, 10, 10), (60.0, 0, 10, 10), (500.0, 0, 10, 10)]
     function = simulate(make_workload(requests), ONE, on_demand(3.0), until_s=600.0).functions[0]
