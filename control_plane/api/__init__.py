@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from control_plane.api import budgets, encryption, functions, keys, kv, models, organization, quotas, retention
+from control_plane.api import budgets, encryption, functions, keys, kv, models, organization, quotas, retention, traffic
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -24,4 +24,5 @@ def routes(context: AppContext) -> list[web.RouteDef]:
         *kv.routes(context),
         *models.routes(context),
         *organization.routes(context),
+        *traffic.routes(context),
     ]

@@ -311,6 +311,79 @@ def keys_revoke(
     revoke_key(data_dir, url, key_id, as_json)
 
 
+@command(app, "simulate")
+def simulate(
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Azure LLM, Azure functions, Mooncake, ServeGen or an export; repeat."),
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="stoker, knative, keepalive:SECONDS, histogram, reactive, oracle; parameters as NAME:KEY=VALUE,...; "
+            "repeat [all of them]."
+        ),
+    ] = None,
+    slots: Annotated[str, typer.Option(metavar="SLOTSxDEVICES", help="The machines.")] = "8x8",
+    price_usd: Annotated[
+        float, typer.Option("--prices", min=0, metavar="USD", help="Of a device for an hour, for the last column.")
+    ] = 0.0,
+    waiting_weight: Annotated[
+        list[float] | None,
+        typer.Option(min=0, help="Device-seconds that a second of waiting is worth; repeat for a curve [30]."),
+    ] = None,
+    from_journal: Annotated[bool, typer.Option("--from-journal", help="Replay this service's own traffic.")] = False,
+    days: Annotated[
+        float | None, typer.Option(min=0.001, help="The first days of a trace [all]; the last of the journal [7].")
+    ] = None,
+    learn_days: Annotated[
+        float, typer.Option(min=0, help="Days at the beginning that are learned from, not scored.")
+    ] = 0.0,
+    functions: Annotated[
+        int | None, typer.Option(min=1, help="Whole functions, at quantiles of their requests [all].")
+    ] = None,
+    max_requests: Annotated[
+        int, typer.Option(min=1, help="Of a file: its busiest functions are left out above.")
+    ] = 2_000_000,
+    thin: Annotated[float, typer.Option(metavar="SHARE", help="Keep each request with this chance.")] = 1.0,
+    category: Annotated[
+        str | None, typer.Option(help="Of a ServeGen file: language, reason or multimodal [all].")
+    ] = None,
+    models: Annotated[
+        str, typer.Option(metavar="B,B,...", help="Billions of parameters, dealt to a trace's functions in turn.")
+    ] = "1,3,8,8,13,32,70",
+    prompt_tokens: Annotated[
+        float | None, typer.Option(min=1, help="Median prompt, where a trace says none [1020].")
+    ] = None,
+    output_tokens: Annotated[float | None, typer.Option(min=1, help="Median answer, likewise [129].")] = None,
+    objective_s: Annotated[
+        float, typer.Option("--objective", min=0.001, help="Seconds to the first token; what a refusal counts as.")
+    ] = 30.0,
+    device_memory_gb: Annotated[float, typer.Option("--device-memory", min=1, help="GB of a device.")] = 80.0,
+    pool_gb: Annotated[float, typer.Option("--pool", min=0, help="GB of a slot's memory for weights.")] = 512.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of everything that is drawn.")] = 0,
+    export: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write what --from-journal reads, as a trace (.csv or .csv.gz).")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Write CSV and pictures (SVG) there.")] = None,
+    data_dir: DataDirOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What autoscalers would have cost on recorded traffic: replayed through the decisions that run live."""
+    from control_plane.cli.simulate import Asked, run_simulation, sizes_of
+
+    asked = Asked(
+        traces=tuple(trace or ()), from_journal=from_journal, days=days, learn_days=learn_days, category=category,
+        functions=functions, max_requests=max_requests, thin=thin, export=export,
+        policies=tuple(policy or ("stoker", "knative", "keepalive:600", "histogram", "reactive", "oracle")),
+        weights=tuple(waiting_weight or (30.0,)), slots=slots, device_memory_gb=device_memory_gb, pool_gb=pool_gb,
+        models_b=sizes_of(models), objective_s=objective_s, prompt_tokens=prompt_tokens, output_tokens=output_tokens,
+        price_usd=price_usd, seed=seed, out=out,
+    )  # fmt: skip
+    run_simulation(data_dir, url, asked, as_json)
+
+
 @command(kv_app, "ls")
 def kv_ls(data_dir: DataDirOption = None, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """What is kept: packs with their size, use and state."""
