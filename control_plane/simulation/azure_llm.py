@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from control_plane.simulation.rows import cells, count, in_order
-from control_plane.simulation.trace import BadTrace, Trace
+from control_plane.simulation.trace import BadTrace, Trace, origin_of
 
 HEAD: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
@@ -34,14 +34,14 @@ def read_azure_llm(path: Path) -> Trace:
         outputs.append(count(path, line, "GeneratedTokens", generated))
     if not times:
         raise BadTrace(path, None, "holds no request")
-    name = path.name.split(".")[0]
+    name, origin_s = path.name.split(".")[0], origin_of(times[0])
     return Trace(
         source=name,
         names=(name,),
-        arrival_s=np.asarray(times) - times[0],
+        arrival_s=np.asarray(times) - origin_s,
         function=np.zeros(len(times), np.int32),
         prompt_tokens=np.maximum(np.asarray(prompts, np.int32), 1),
         output_tokens=np.maximum(np.asarray(outputs, np.int32), 1),
-        length_s=times[-1] - times[0],
-        origin_s=times[0],
+        length_s=times[-1] - origin_s,
+        origin_s=origin_s,
     )

@@ -21,7 +21,7 @@ from autoscaler.start_times import StartTimes
 from control_plane.client import Client
 from control_plane.errors import InvalidRequest
 from control_plane.simulation.sizes import OBJECTIVE_S, Size
-from control_plane.simulation.trace import Trace
+from control_plane.simulation.trace import Trace, origin_of
 
 ASSUMED: Final = Size(1.0)
 DAY_S: Final = 86_400
@@ -39,7 +39,7 @@ class OwnTraffic:
 def from_journal(client: Client, days: float, advance: Callable[[str], None], tenant: str | None = None) -> OwnTraffic:
     """The last `days`. Raises `InvalidRequest` where nothing came."""
     until_s = int(time.time()) + 1
-    since_s = until_s - int(days * DAY_S)
+    since_s = int(origin_of(until_s - days * DAY_S))
     query = {} if tenant is None else {"tenant": tenant}
     listed = client.request("GET", "/api/v1/traffic", query=query)["data"]
     columns: list[np.ndarray[Any, np.dtype[np.int64]]] = []

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from control_plane.simulation.rows import cells, count, in_order, number
-from control_plane.simulation.trace import BadTrace, Trace
+from control_plane.simulation.trace import BadTrace, Trace, origin_of
 
 HEAD: Final = ("arrival_unix_s", "tenant", "function", "prompt_tokens", "output_tokens")
 
@@ -42,16 +42,17 @@ def trace_of(path: Path, rows: Iterable[tuple[int, list[str]]]) -> Trace:
         outputs.append(count(path, line, "output_tokens", output))
     if not times:
         raise BadTrace(path, None, "holds no request")
+    origin_s = origin_of(times[0])
     return Trace(
         source=path.name.split(".")[0],
         names=tuple(name for _, name in places),
         tenants=tuple(tenant for tenant, _ in places),
-        arrival_s=np.asarray(times) - times[0],
+        arrival_s=np.asarray(times) - origin_s,
         function=np.asarray(functions, np.int32),
         prompt_tokens=np.maximum(np.asarray(prompts, np.int32), 1),
         output_tokens=np.maximum(np.asarray(outputs, np.int32), 1),
-        length_s=times[-1] - times[0],
-        origin_s=times[0],
+        length_s=times[-1] - origin_s,
+        origin_s=origin_s,
     )
 
 

@@ -6,40 +6,43 @@ Limits: times are hours of the scored time; the picture over time is of the firs
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 
 from control_plane.simulation.study import Row
 from control_plane.simulation.svg import Chart, Panel, Series
 
-NOTE_WIDTH = 150
+NOTE_WIDTH: Final = 150
+BINS: Final = 320
+GREY: Final = 7
 
 
 def over_time(rows: Sequence[Row], notes: Sequence[str]) -> Chart:
-    """Of each policy, by the samples of its simulation."""
+    """Of each policy, by the samples of its simulation: devices held on average, the longest queue."""
     names = list(dict.fromkeys(row.policy for row in rows))
-    first = {name: next(row for row in rows if row.policy == name) for name in names}
-    weight = rows[0].weight
+    first = [next(row for row in rows if row.policy == name) for name in names]
+    held = [_binned(row, 1, longest=False) for row in first]
+    waiting = [_binned(row, 4, longest=True) for row in first]
+    most_held = max((max(ys, default=0.0) for _, ys in held), default=0.0)
+    most_waiting = max((max(ys, default=0.0) for _, ys in waiting), default=0.0)
+    panels = []
+    for place, name in enumerate(names):
+        devices = Series("devices held", *held[place], fill=True, colour=place)
+        queue = Series("requests waiting", *waiting[place], fill=True, colour=GREY)
+        last = place + 1 == len(names)
+        panels.append(Panel(name, "", (devices,), height=78, y_most=most_held, joined=True))
+        panels.append(Panel("", "", (queue,), height=44, y_most=most_waiting, joined=not last))
+    title = f"Replicas and queue over time (a second of waiting is worth {rows[0].weight:g} device-seconds)"
+    return Chart(title, "hours", tuple(panels), _short(notes))
 
-    def lines(column: int, *others: int) -> list[Series]:
-        made = []
-        for name in names:
-            series = first[name].result.series
-            values = series[:, column] + sum(series[:, other] for other in others)
-            made.append(Series(name, _hours(series, first[name].result.since_s), values.tolist(), steps=True))
-        return made
 
-    return Chart(
-        f"Replicas and queue over time (waiting weighs {weight:g})",
-        "hours",
-        (
-            Panel("Devices held", "devices", lines(1)),
-            Panel("Replicas, ready or starting", "replicas", lines(2, 3)),
-            Panel("Requests waiting", "requests", lines(4), height=150),
-            Panel("Requests running", "requests", lines(5), height=120),
-        ),
-        _short(notes),
-    )
+def _binned(row: Row, column: int, *, longest: bool) -> tuple[list[float], list[float]]:
+    """(hours, values) of `BINS` stretches of time: the most or the mean of each."""
+    series = row.result.series
+    parts = np.array_split(series, min(BINS, len(series))) if len(series) else []
+    hours = [float(part[0, 0] - row.result.since_s) / 3600 for part in parts]
+    return hours, [float(part[:, column].max() if longest else part[:, column].mean()) for part in parts]
 
 
 def cost_against_waiting(rows: Sequence[Row], notes: Sequence[str]) -> Chart:
@@ -74,11 +77,6 @@ def cost_against_waiting(rows: Sequence[Row], notes: Sequence[str]) -> Chart:
 
 def _mean_s(row: Row) -> float:
     return row.waited_s / max(row.requests, 1)
-
-
-def _hours(series: np.ndarray[tuple[int, ...], np.dtype[np.float64]], since_s: float) -> list[float]:
-    hours: list[float] = ((series[:, 0] - since_s) / 3600).tolist()
-    return hours
 
 
 def _short(notes: Sequence[str]) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ RIGHT: Final = 190
 TOP: Final = 46
 PANEL_TOP: Final = 24
 GAP: Final = 34
+JOINED_GAP: Final = 4
 BOTTOM: Final = 44
 POINTS_MOST: Final = 1500
 """Of one line; more are thinned to the least and the most of each stretch, so that peaks stay."""
@@ -36,7 +37,8 @@ class Series:
     """Beside the points."""
     colour: int | None = None
     """None: by its place."""
-    faint: bool = False
+    fill: bool = False
+    """Down to the bottom of the panel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,19 @@ class Panel:
     height: int = 200
     log_x: bool = False
     log_y: bool = False
+    y_most: float | None = None
+    """So that panels compare; None: what the panel's own values need."""
+    joined: bool = False
+    """The panel below has the same x axis: it is drawn there."""
+
+    @property
+    def space(self) -> int:
+        """Below it."""
+        return JOINED_GAP if self.joined else GAP
+
+    @property
+    def above(self) -> int:
+        return PANEL_TOP if self.title else JOINED_GAP
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +72,9 @@ class Chart:
     notes: Sequence[str] = field(default_factory=tuple)
 
     def svg(self) -> str:
-        height = TOP + sum(panel.height + PANEL_TOP + GAP for panel in self.panels) + BOTTOM + 15 * len(self.notes)
+        height = (
+            TOP + sum(panel.height + panel.above + panel.space for panel in self.panels) + BOTTOM + 15 * len(self.notes)
+        )
         parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
             f'viewBox="0 0 {WIDTH} {height}" font-family="Helvetica, Arial, sans-serif" font-size="12">',
@@ -66,9 +83,9 @@ class Chart:
         ]
         top = TOP
         for panel in self.panels:
-            top += PANEL_TOP
+            top += panel.above
             parts += _panel(panel, top)
-            top += panel.height + GAP
+            top += panel.height + panel.space
         middle = (LEFT + WIDTH - RIGHT) / 2
         parts.append(
             f'<text x="{middle:.0f}" y="{top + 4}" text-anchor="middle" fill="#333">{escape(self.x_label)}</text>'
@@ -89,6 +106,8 @@ class _Axis:
     begin: float
     end: float
     """In pixels."""
+    steps: float = 5.0
+    """Between ticks, about."""
 
     def at(self, value: float) -> float:
         low, high = self.low, self.high
@@ -99,11 +118,11 @@ class _Axis:
 
     def ticks(self) -> list[float]:
         if not self.log:
-            step = _nice((self.high - self.low) / 5)
+            step = _nice((self.high - self.low) / self.steps)
             count = math.floor((self.high - self.low) / step + 1e-9)
             return [self.low + step * place for place in range(count + 1)]
         decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-        wide = len(decades) > 3
+        wide = self.high / self.low > 300
         found = [10.0**decade * unit for decade in decades for unit in ((1,) if wide else (1, 2, 5))]
         return [value for value in found if self.low * 0.999 <= value <= self.high * 1.001]
 
@@ -116,7 +135,9 @@ def _nice(least: float) -> float:
     return next(unit * power for unit in (1, 2, 2.5, 5, 10) if unit * power >= least * (1 - 1e-9))
 
 
-def _axis(values: Sequence[float], log: bool, begin: float, end: float, *, from_zero: bool) -> _Axis:
+def _axis(
+    values: Sequence[float], log: bool, begin: float, end: float, *, from_zero: bool, steps: float = 5.0
+) -> _Axis:
     known = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
     if not known:
         return _Axis(1.0 if log else 0.0, 10.0 if log else 1.0, log, begin, end)
@@ -124,8 +145,10 @@ def _axis(values: Sequence[float], log: bool, begin: float, end: float, *, from_
     if log:
         return _Axis(low / 1.25, max(high * 1.25, low * 1.6), True, begin, end)
     low = min(low, 0.0) if from_zero else low
-    step = _nice((high - low) / 5 if high > low else max(abs(high), 1.0) / 5)
-    return _Axis(low, max(math.ceil(high / step - 1e-9) * step, low + step) if from_zero else high, False, begin, end)
+    steps = min(max(steps, 1.0), 5.0)
+    step = _nice((high - low) / steps if high > low else max(abs(high), 1.0) / steps)
+    high = max(math.ceil(high / step - 1e-9) * step, low + step) if from_zero else high
+    return _Axis(low, high, False, begin, end, steps)
 
 
 def number(value: float) -> str:
@@ -141,7 +164,7 @@ def _panel(panel: Panel, top: float) -> list[str]:
     xs = [x for series in panel.series for x in series.xs]
     ys = [y for series in panel.series for y in series.ys]
     across = _axis(xs, panel.log_x, LEFT, right, from_zero=False)
-    up = _axis(ys, panel.log_y, bottom, top, from_zero=True)
+    up = _axis([*ys, panel.y_most or 0.0], panel.log_y, bottom, top, from_zero=True, steps=panel.height / 40)
     parts = [
         f'<text x="{LEFT}" y="{top - 8:.0f}" font-weight="bold" fill="#333">{escape(panel.title)}</text>',
         f'<text transform="translate(18 {(top + bottom) / 2:.0f}) rotate(-90)" text-anchor="middle" '
@@ -154,13 +177,15 @@ def _panel(panel: Panel, top: float) -> list[str]:
     for value in across.ticks():
         x = across.at(value)
         parts.append(f'<line x1="{x:.1f}" y1="{top}" x2="{x:.1f}" y2="{bottom}" stroke="#f0f0f0"/>')
-        parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle" fill="#555">{number(value)}</text>')
+        if not panel.joined:
+            parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle" fill="#555">{number(value)}</text>')
     parts.append(
         f'<rect x="{LEFT}" y="{top}" width="{right - LEFT}" height="{panel.height}" fill="none" stroke="#999"/>'
     )
+    labelled: list[tuple[float, float]] = []
     for place, series in enumerate(panel.series):
         colour = COLOURS[(place if series.colour is None else series.colour) % len(COLOURS)]
-        parts += _drawn(series, across, up, colour)
+        parts += _drawn(series, across, up, colour, labelled)
         y = top + 12 + 18 * place
         parts.append(
             f'<line x1="{right + 12}" y1="{y - 4:.0f}" x2="{right + 32}" y2="{y - 4:.0f}" stroke="{colour}" '
@@ -170,7 +195,7 @@ def _panel(panel: Panel, top: float) -> list[str]:
     return parts
 
 
-def _drawn(series: Series, across: _Axis, up: _Axis, colour: str) -> list[str]:
+def _drawn(series: Series, across: _Axis, up: _Axis, colour: str, labelled: list[tuple[float, float]]) -> list[str]:
     xs, ys = _thinned(series.xs, series.ys)
     places = [(across.at(x), up.at(y)) for x, y in zip(xs, ys, strict=True) if math.isfinite(y)]
     parts: list[str] = []
@@ -178,14 +203,20 @@ def _drawn(series: Series, across: _Axis, up: _Axis, colour: str) -> list[str]:
         path = f"M{places[0][0]:.1f} {places[0][1]:.1f}"
         for x, y in places[1:]:
             path += f"H{x:.1f}V{y:.1f}" if series.steps else f"L{x:.1f} {y:.1f}"
-        dashes = ' stroke-dasharray="4 3"' if series.faint else ""
-        parts.append(f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.4"{dashes}/>')
+        if series.fill:
+            area = f"{path}L{places[-1][0]:.1f} {up.begin:.1f}L{places[0][0]:.1f} {up.begin:.1f}Z"
+            parts.append(f'<path d="{area}" fill="{colour}" fill-opacity="0.25" stroke="none"/>')
+        parts.append(f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.4"/>')
     if series.points:
         for place, (x, y) in enumerate(places):
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{colour}"/>')
             if place < len(series.labels) and series.labels[place]:
+                y -= 6
+                while any(abs(x - other_x) < 26 and abs(y - other_y) < 11 for other_x, other_y in labelled):
+                    y -= 11
+                labelled.append((x, y))
                 parts.append(
-                    f'<text x="{x + 7:.1f}" y="{y - 6:.1f}" font-size="11" fill="{colour}">'
+                    f'<text x="{x + 7:.1f}" y="{y:.1f}" font-size="11" fill="{colour}">'
                     f"{escape(series.labels[place])}</text>"
                 )
     return parts

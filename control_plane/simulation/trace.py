@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,9 @@ from control_plane.errors import InvalidRequest
 
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int32]
+
+
+WHOLE_S: Final = 600.0
 
 
 class BadTrace(InvalidRequest):
@@ -29,6 +32,11 @@ class BadTrace(InvalidRequest):
         where = f"{path}" if line is None else f"{path}:{line}"
         super().__init__(f"{where}: {reason}")
         self.line = line
+
+
+def origin_of(first_s: float) -> float:
+    """Where a trace begins whose first request came at this unix time."""
+    return first_s - first_s % WHOLE_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +52,7 @@ class Trace:
     length_s: float
     """How long was recorded; the last request may have come long before the end."""
     origin_s: float = 0.0
-    """Unix time of second 0; 0: not known, and a Thursday at midnight, like the epoch."""
+    """Unix time of second 0, a whole ten minutes of the calendar, as histories count (`origin_of`); 0: not known."""
     notes: tuple[str, ...] = ()
     tenants: tuple[str, ...] = ()
     """Of each function; empty: all of one."""

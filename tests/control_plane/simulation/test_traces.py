@@ -30,14 +30,14 @@ def rates_of(name: str) -> Rates:
     return read_in
 
 
-def test_azure_llm_rows_become_requests_in_seconds_from_the_first() -> None:
+def test_azure_llm_rows_become_requests_in_seconds_from_a_whole_ten_minutes() -> None:
     trace = requests_of("azure_llm_2023_code_head.csv.gz")
     assert len(trace) == 300
     assert trace.names == ("azure_llm_2023_code_head",)
-    assert trace.arrival_s[0] == 0
-    assert trace.arrival_s[1] == pytest.approx(0.052, abs=1e-5)
+    assert trace.arrival_s[1] - trace.arrival_s[0] == pytest.approx(0.052, abs=1e-5)
     assert (trace.prompt_tokens[0], trace.output_tokens[0]) == (4808, 10)
-    assert trace.origin_s == pytest.approx(1_700_158_623.97996)
+    assert trace.origin_s == 1_700_158_200.0
+    assert trace.origin_s + trace.arrival_s[0] == pytest.approx(1_700_158_623.97996)
 
 
 def test_mooncake_milliseconds_become_seconds() -> None:
@@ -208,10 +208,10 @@ def test_functions_at_quantiles_are_the_most_that_stay_within_the_bound() -> Non
 
 
 def test_files_together_share_functions_of_one_name_and_stay_in_order() -> None:
-    one, other = requests_of("azure_llm_2023_code_head.csv.gz"), requests_of("azure_llm_2023_conv_head.csv.gz")
+    one, other = requests_of("azure_llm_2023_code_head.csv.gz"), requests_of("mooncake_conversation_head.jsonl.gz")
     both = together([one, other, one])
     assert both.names == (one.names[0], other.names[0])
-    assert both.requests_by_function().tolist() == [600, 300]
+    assert both.requests_by_function().tolist() == [600, 100]
     assert (np.diff(both.arrival_s) >= 0).all()
     assert any("laid over one another" in note for note in both.notes)
 
