@@ -20,7 +20,7 @@ RIGHT: Final = 190
 TOP: Final = 46
 PANEL_TOP: Final = 24
 GAP: Final = 34
-JOINED_GAP: Final = 4
+JOINED_GAP: Final = 8
 BOTTOM: Final = 44
 POINTS_MOST: Final = 1500
 """Of one line; more are thinned to the least and the most of each stretch, so that peaks stay."""

@@ -69,7 +69,7 @@ def test_the_table_says_what_was_drawn_and_left_out() -> None:
 
 def test_the_same_seed_gives_the_same_numbers() -> None:
     options = (
-        "--trace", str(DATA / "azure_functions_2019_3fn_2d.csv.gz"), "--days", "0.2", "--thin", "0.1",
+        "--trace", str(DATA / "azure_functions_2019_3fn_2d.csv.gz"), "--days", "0.05", "--thin", "0.1",
         "--policy", "knative", "--json", "--seed",
     )  # fmt: skip
     assert simulate(*options, "3").stdout == simulate(*options, "3").stdout != simulate(*options, "4").stdout
