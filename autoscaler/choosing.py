@@ -64,7 +64,8 @@ HORIZON_S = STEPS * MINUTE_S
 VALID_S = 600.0
 QUIET_S = 120.0
 CALENDAR_S = 6 * 3_600.0
-WAITERS_MAX = 50.0
+WAITERS_MAX = 21.0
+"""More would have been seen as load, and not as idleness."""
 REPLAYS = 24
 
 
@@ -98,11 +99,11 @@ class Choosing:
         "_rates_on",
         "_schedules",
         "_scored_s",
-        "_waiters",
         "_work",
         "floor",
         "forecast",
         "rate",
+        "waiters",
         "warm",
     )
 
@@ -117,7 +118,8 @@ class Choosing:
         self._asked: tuple[Asked, ...] = ()
         self._planned_gaps = 0
         self._minute_s: float | None = None
-        self._waiters = 1.0
+        self.waiters = 1.0
+        """Who wait for a start: the first call, and half of what comes while it lasts."""
         self._places = 1
         self._work = Work()
         self._rates_on = False
@@ -154,7 +156,7 @@ class Choosing:
             self._plan_gaps(history, now_s, costs, idle_s)
         # What acts was cut to what may be lost whatever the gap: while nothing ends and nothing is planned, it stands.
         if self._plan_by_clock(history, now_s, costs, idle_s) or changed:
-            self.warm.elect(costs, self._waiters, idle_s)
+            self.warm.elect(costs, self.waiters, idle_s)
         need = Need(self._work.service_s, self._places)
         if self._rates_on:
             self._settle_minutes(history, now_s, need, costs)
@@ -182,7 +184,7 @@ class Choosing:
         """Whether any gap was."""
         new = history.gaps_after(self._scored_s)
         for start_s, length_s in new:
-            self.warm.settle(length_s, costs, self._waiters)
+            self.warm.settle(length_s, costs, self.waiters)
             self._scored_s = start_s
         return bool(new)
 
@@ -194,11 +196,11 @@ class Choosing:
         self._planned_gaps, self._planned_s = self.warm.gaps, now_s
         self._measure(history, now_s, costs)
         for name, times in KEEP.items():
-            self.warm.replan(name, ((0.0, times * costs.break_even_s()),) if times else (), 0.0)
+            self.warm.replan(name, ((0.0, times * costs.break_even_s(self.waiters)),) if times else (), 0.0)
         for name, forecaster in WARM.items():
             if name not in BY_THE_CLOCK:
                 law = forecaster(history, now_s, HORIZON_S, STEPS).law
-                plan = None if law is None else warm_windows(law, costs, self._waiters)
+                plan = None if law is None else warm_windows(law, costs, self.waiters)
                 self.warm.replan(name, plan, idle_s)
 
     def _plan_by_clock(self, history: Remembered, now_s: float, costs: Costs, idle_s: float) -> bool:
@@ -213,7 +215,7 @@ class Choosing:
             if name in BY_THE_CLOCK:
                 plan = None
                 if outlook.law is not None:
-                    windows = warm_windows(outlook.law, costs, self._waiters)
+                    windows = warm_windows(outlook.law, costs, self.waiters)
                     plan = tuple((opens_s + idle_s, closes_s + idle_s) for opens_s, closes_s in windows)
                 self.warm.replan(name, plan, idle_s)
             if self._rates_on and name not in QUICK:
@@ -230,7 +232,7 @@ class Choosing:
                 break
         if len(first):
             following = (float(first.mean()) - 1.0) / (resolution_s / 2)
-            self._waiters = min(1.0 + 0.5 * costs.start_s * max(following, 0.0), WAITERS_MAX)
+            self.waiters = min(1.0 + 0.5 * costs.start_s * max(following, 0.0), WAITERS_MAX)
         busiest = float(np.nanmax(counts)) / resolution_s if not np.isnan(counts).all() else 0.0
         self._rates_on = busiest * self._work.service_s > 0.9 * self._places
 

@@ -50,7 +50,7 @@ class WarmContest:
     def settle(self, gap_s: float, costs: Costs, waiters: float) -> None:
         """A gap has ended: everybody pays for it."""
         self.gaps += 1
-        reactive = gap_cost(reactive_windows(costs), gap_s, costs, waiters)
+        reactive = gap_cost(reactive_windows(costs, waiters), gap_s, costs, waiters)
         self.reactive = FADES * self.reactive + reactive
         for name, plan in self.plans.items():
             paid = reactive if plan is None else gap_cost(plan, gap_s, costs, waiters)
@@ -74,14 +74,14 @@ class WarmContest:
 
     def elect(self, costs: Costs, waiters: float, idle_s: float) -> None:
         """Chooses who acts from now on, and how far. `idle_s`: how long the present gap lasts; 0: there is none."""
-        reactive = reactive_windows(costs)
+        reactive = reactive_windows(costs, waiters)
         room = self.credit.room(costs, waiters)
         if self.acting is not None and (room <= 0.0 or self.costs[self.acting] > self.reactive):
             self._retire(lost=room <= 0.0)
         best = min(self.costs, key=lambda name: (self.costs[name], name), default=None)
         if best is not None and best != self.acting and self.plans[best] is not None:
             behind = None if self.acting is None else self.costs[self.acting]
-            if self._leads(self.costs[best], costs) and (
+            if self._leads(self.costs[best], costs, waiters) and (
                 behind is None or self.costs[best] < (1.0 - AHEAD_SHARE) * behind
             ):
                 self.acting = best
@@ -91,9 +91,9 @@ class WarmContest:
             self.acting = None
         self.windows = spliced(self.windows, reactive if kept is None else kept, idle_s)
 
-    def _leads(self, cost: float, costs: Costs) -> bool:
+    def _leads(self, cost: float, costs: Costs, waiters: float) -> bool:
         lead = self.reactive - cost
-        return lead > LEAD_STARTS * costs.of_start() and lead > LEAD_SHARE * self.reactive
+        return lead > LEAD_STARTS * costs.of_start(waiters) and lead > LEAD_SHARE * self.reactive
 
     def _retire(self, *, lost: bool) -> None:
         self.acting = None
@@ -105,5 +105,5 @@ class WarmContest:
         return {REACTIVE: self.reactive, **self.costs}
 
 
-def reactive_windows(costs: Costs) -> Windows:
-    return ((0.0, costs.break_even_s()),)
+def reactive_windows(costs: Costs, waiters: float) -> Windows:
+    return ((0.0, costs.break_even_s(waiters)),)

@@ -63,12 +63,18 @@ class Life:
     def _windows(self) -> Windows:
         forecast = self.choosing.forecast
         if forecast is None or forecast.warm is None:
-            return ((0.0, self.costs.break_even_s()),)
+            return self._without()
         return forecast.warm
 
+    def _without(self) -> Windows:
+        """What is done without a forecast."""
+        return ((0.0, self.costs.break_even_s(self.choosing.waiters)),)
+
     def _pay(self, windows: Windows, gap_s: float) -> None:
-        self.paid += gap_cost(windows, gap_s, self.costs)
-        self.reactive += gap_cost(((0.0, self.costs.break_even_s()),), gap_s, self.costs)
+        self.paid += gap_cost(windows, gap_s, self.costs, self.choosing.waiters)
+        self.reactive += gap_cost(
+            ((0.0, self.costs.break_even_s(self.choosing.waiters)),), gap_s, self.costs, self.choosing.waiters
+        )
         self.warm_calls.append(any(opens_s <= gap_s < closes_s for opens_s, closes_s in windows))
         held_s = sum(
             min(gap_s, closes_s) - max(opens_s - self.costs.start_s, 0.0)
@@ -81,5 +87,6 @@ class Life:
         """The gap that runs, as far as it has come."""
         if self.ended_s is not None and self.now_s > self.ended_s:
             idle_s = self.now_s - self.ended_s
-            self.paid += gap_cost(self._windows(), idle_s, self.costs, ended=False)
-            self.reactive += gap_cost(((0.0, self.costs.break_even_s()),), idle_s, self.costs, ended=False)
+            waiters = self.choosing.waiters
+            self.paid += gap_cost(self._windows(), idle_s, self.costs, waiters, ended=False)
+            self.reactive += gap_cost(self._without(), idle_s, self.costs, waiters, ended=False)

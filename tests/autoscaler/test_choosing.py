@@ -48,7 +48,7 @@ def test_what_is_said_of_chance_does_not_cost_more_than_doing_without() -> None:
     life = Life(Costs(start_s=5.0, waiting_weight=10.0))
     calls = np.cumsum(np.random.default_rng(3).exponential(55.0, 1_200)) + START_S
     life.live(calls.tolist(), START_S + 16 * 3_600.0)
-    assert life.paid <= 1.03 * life.reactive + STARTS * life.costs.of_start()
+    assert life.paid <= 1.03 * life.reactive + STARTS * life.costs.of_start(life.choosing.waiters)
 
 
 def flip_phase() -> tuple[list[float], float]:
@@ -94,8 +94,11 @@ def test_adversarial_traffic_costs_no_more_than_the_stated_credit(trace, costs: 
     life.live(calls, until_s, step_s=120.0 if trace is flip_days else 60.0)
     life.settle_silence()
     # Between two refits a window, gaps that end within it may each lose a start before that is seen.
-    within_a_window = 120.0 / 8.0 * costs.of_start()
-    assert life.paid - life.reactive <= STARTS * costs.of_start() + SHARE * life.reactive + within_a_window
+    within_a_window = 120.0 / 8.0 * costs.of_start(life.choosing.waiters)
+    assert (
+        life.paid - life.reactive
+        <= STARTS * costs.of_start(life.choosing.waiters) + SHARE * life.reactive + within_a_window
+    )
 
 
 def test_a_forecast_that_turns_bad_is_retired_and_comes_back_by_winning_again() -> None:
@@ -131,7 +134,7 @@ def test_a_clock_that_steps_teaches_nothing_wrong() -> None:
     life.now_s += DAY_S
     life.refit()
     life.settle_silence()
-    assert life.paid - life.reactive <= STARTS * CHEAP.of_start() + SHARE * life.reactive
+    assert life.paid - life.reactive <= STARTS * CHEAP.of_start(life.choosing.waiters) + SHARE * life.reactive
 
 
 def test_times_nobody_watched_are_not_taken_for_quiet() -> None:
