@@ -282,6 +282,7 @@ class Choosing:
             service_s=self._work.service_s,
             prompt_tokens=self._work.prompt_tokens,
             output_tokens=self._work.output_tokens,
+            output_spread=self._work.output_spread,
             arrivals=_poisson(expected),
             valid_until_s=now_s + VALID_S,
         )

@@ -86,6 +86,8 @@ class Window:
     """What they had made altogether."""
     service_s_sum: float = 0.0
     """How long they had occupied a place at a replica."""
+    ended_output_tokens_sq: float = 0
+    """Over requests that ended, the squares of the tokens each had made: how unlike they are."""
 
 
 _NAMES: Final = tuple(field.name for field in fields(Window))[2:]

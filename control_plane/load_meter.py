@@ -68,6 +68,7 @@ class _Open:
         ended: float
         ended_output_tokens: float
         service_s_sum: float
+        ended_output_tokens_sq: float
 
 
 class LoadMeter:
@@ -166,6 +167,7 @@ class LoadMeter:
             return
         window.ended += 1
         window.ended_output_tokens += tokens
+        window.ended_output_tokens_sq += tokens * tokens
         window.service_s_sum += (stages.load_kv_us + stages.prefill_us + stages.decode_us) / 1e6
         if tokens > 1:
             window.token_s_sum += stages.decode_us / 1e6 / (tokens - 1)

@@ -13,7 +13,7 @@ import msgspec
 STORED: Final = (
     "arrivals", "refused", "peak_concurrency", "mean_concurrency", "prompt_tokens", "output_tokens", "peak_queue",
     "kv_used_share", "first_token_s_sum", "first_token_count", "first_token_s_max", "token_s_sum", "token_count",
-    "late", "ended", "ended_output_tokens", "service_s_sum",
+    "late", "ended", "ended_output_tokens", "service_s_sum", "ended_output_tokens_sq",
 )  # fmt: skip
 """The order of a window's values wherever they have no names. Only ever appended to."""
 

@@ -133,6 +133,7 @@ class Memory:
                 "output_tokens": summed(outputs),
                 "ended": arrivals,
                 "ended_output_tokens": summed(outputs),
+                "ended_output_tokens_sq": summed(outputs.astype(np.float64) ** 2),
                 "service_s_sum": busy_s,
                 "mean_concurrency": busy_s / length_s,
             },

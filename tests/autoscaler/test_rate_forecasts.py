@@ -7,9 +7,10 @@ import math
 import numpy as np
 import pytest
 
+from autoscaler.forecast import remaining_tokens
 from autoscaler.forecasting.bursts import burst
 from autoscaler.forecasting.holt_winters import holt_winters
-from autoscaler.forecasting.output_length import OutputLengths, output_length
+from autoscaler.forecasting.output_length import output_length
 from autoscaler.forecasting.rates import ewma, last_value
 from autoscaler.forecasting.seasonal import seasonal_day, seasonal_week
 from autoscaler.windows import History, Window
@@ -111,30 +112,32 @@ def test_an_empty_history_says_nothing() -> None:
 
 
 def test_what_is_left_of_a_long_answer_is_what_is_left_of_the_long_ones() -> None:
-    lengths = OutputLengths()
-    assert lengths.remaining_tokens(0) is None and lengths.table() == ()
-    for _ in range(90):
-        lengths.note(20)
-    for _ in range(10):
-        lengths.note(1000)
-    fresh, late = lengths.remaining_tokens(0), lengths.remaining_tokens(100)
-    assert fresh is not None and math.isclose(fresh, 118.0)
-    assert late is not None and math.isclose(late, 900.0)
-    beyond = lengths.remaining_tokens(5000)
-    assert beyond is not None and beyond >= 1.0
-    again = OutputLengths.from_json(lengths.to_json())
-    assert again.table() == lengths.table() and len(again.table()) == 9
-    assert OutputLengths.from_json({"counts": [math.nan], "sums": [1.0]}).total == 0
+    rng = np.random.default_rng(4)
+    lengths = rng.lognormal(math.log(100.0) - 0.5, 1.0, 200_000)
+    for done in (20.0, 100.0, 500.0):
+        left = float(lengths[lengths > done].mean()) - done
+        assert math.isclose(remaining_tokens(100.0, 1.0, done), left, rel_tol=0.05)
+    assert remaining_tokens(100.0, 0.0, 1_000.0) == 100.0, "all alike, or unknown: no memory"
+    assert remaining_tokens(0.0, 0.0, 10.0) == 0.0
+    far = [remaining_tokens(100.0, 0.3, done) for done in (10.0**power for power in range(1, 9))]
+    assert all(math.isfinite(left) and left >= 1.0 for left in far)
 
 
-def test_lengths_fade_so_that_a_change_is_learnt() -> None:
-    lengths = OutputLengths()
-    for _ in range(20_000):
-        lengths.note(50)
-    for _ in range(10_000):
-        lengths.note(500)
-    left = lengths.remaining_tokens(0)
-    assert left is not None and left > 400.0
+def test_the_spread_of_lengths_is_that_of_the_requests_that_ended() -> None:
+    history, rng = History(), np.random.default_rng(5)
+    for cell in range(60):
+        lengths = rng.lognormal(4.0, 0.8, 20)
+        history.add(
+            Window(
+                START_S + 10.0 * cell,
+                10.0,
+                arrivals=20,
+                ended=20,
+                ended_output_tokens=lengths.sum(),
+                ended_output_tokens_sq=(lengths**2).sum(),
+            )
+        )
+    assert math.isclose(output_length(history, START_S + 600.0).output_spread, 0.8, rel_tol=0.1)
 
 
 def test_the_next_request_is_like_those_that_ended_lately() -> None:
