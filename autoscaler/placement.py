@@ -21,7 +21,7 @@ from autoscaler.room import MayEnd, choose_victims, loss_s, may_end_by_default
 from autoscaler.work import Work
 
 LOOK_AT = 16
-MORE_DEVICES = 2
+MORE_DEVICES = 1
 """Of a slot's devices with room, the quietest are looked at: as many as are needed, and this many more."""
 BUSIEST = 0.95
 """Busy share at which a device counts as saturated."""
