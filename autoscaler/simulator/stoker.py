@@ -56,7 +56,7 @@ class _Known:
     start_high_s: float = 0.0
 
 
-_STARTING: Final = tuple(tuple(ReplicaView("", Phase.STARTING, 0, 0.0) for _ in range(count)) for count in range(33))
+_STARTING: Final = tuple(tuple(ReplicaView("", Phase.STARTING, 0, 0.0) for _ in range(count)) for count in range(129))
 
 
 class Stoker(Asked):

@@ -105,7 +105,7 @@ def functions_for(names: tuple[str, ...]) -> tuple[SimFunction, ...]:
             starts=starts[size],
             devices=size.devices,
             objective_s=OBJECTIVE_S,
-            max_replicas=max(16 // size.devices, 1),
+            max_replicas=CLUSTER.devices // 2 // size.devices,
         )
         for name, size in ((name, dealt[int(order[place])]) for place, name in enumerate(names))
     )
