@@ -138,6 +138,8 @@ class Observed:
     """Seconds to the first token lately, of requests that found a ready replica."""
     token_s: float | None = None
     """Seconds per further token lately."""
+    waiting_since_s: float | None = None
+    """When the one who waits longest came; None: not known."""
     arrivals_in_10_s: int | None = None
     arrivals_in_60_s: int | None = None
     peaks: tuple[tuple[float, int], ...] = ()

@@ -16,6 +16,7 @@ KEEP_ALIVE_MIN_S: Final = 1.0
 KEEP_ALIVE_MAX_S: Final = 6 * 3600.0
 ASSUMED_COLD_START_S: Final = 10.0
 GAPS_NEEDED: Final = 20
+CANDIDATES: Final = 24
 _COME_MAX: Final = 20.0
 """More than so many waiting for one start would have been seen as load, and not as idleness."""
 
@@ -59,7 +60,8 @@ def keep_alive_s(
     # Kept for a candidate, gaps that end by it cost their length, the others the candidate and a start.
     best_s, best_cost = break_even, _INFINITY
     ended = count
-    candidates = [min(max(gap * 1.1, KEEP_ALIVE_MIN_S), break_even) for gap in reversed(gaps)]
+    step = max(count // CANDIDATES, 1)
+    candidates = [min(max(gap * 1.1, KEEP_ALIVE_MIN_S), break_even) for gap in gaps[::-step]]
     for kept_s in (break_even, *candidates, KEEP_ALIVE_MIN_S):
         while ended and gaps[ended - 1] > kept_s:
             ended -= 1

@@ -23,6 +23,8 @@ MARGIN: Final = 0.8
 """Share of an objective that has to hold with fewer replicas before there are fewer."""
 BURST_MIN: Final = 8
 """Arrivals in ten seconds below which nothing is a burst."""
+QUEUE_MIN: Final = 4
+QUEUE_LEAST_S: Final = 0.1
 BURST_FACTOR: Final = 2.0
 """Of the rate before: Knative's panic threshold."""
 
@@ -59,11 +61,21 @@ def bursting(observed: Observed) -> bool:
     return last > BURST_FACTOR * usual and last > usual + 3.0 * math.sqrt(usual + 1.0)
 
 
-def arrival_rate(observed: Observed) -> float:
-    """A second, by what came lately."""
+def queue_rate(observed: Observed, now_s: float) -> float:
+    """Arrivals a second since the one came who waits longest: all of them still wait. A standard deviation less than
+    what was counted, so that few say little."""
+    since_s, waiting = observed.waiting_since_s, observed.waiting
+    if since_s is None or waiting < QUEUE_MIN:
+        return 0.0
+    return (waiting - math.sqrt(waiting)) / max(now_s - since_s, QUEUE_LEAST_S)
+
+
+def arrival_rate(observed: Observed, now_s: float) -> float:
+    """A second, by what came lately; in a burst by its queue, which knows before ten seconds have passed."""
+    queued = queue_rate(observed, now_s)
     if bursting(observed):
-        return (observed.arrivals_in_10_s or 0) / 10.0
-    return (observed.arrivals_in_60_s or 0) / 60.0
+        return max((observed.arrivals_in_10_s or 0) / 10.0, queued)
+    return max((observed.arrivals_in_60_s or 0) / 60.0, queued)
 
 
 def needed_now(spec: ScalingSpec, observed: Observed, ready: int, starting: int, demand: int, now_s: float) -> Need:
@@ -100,7 +112,7 @@ def _by_worth(spec: ScalingSpec, observed: Observed, now_s: float) -> Need | Non
     service = observed.service
     if service is None:
         return None
-    seconds, rate = start_s(observed), arrival_rate(observed)
+    seconds, rate = start_s(observed), arrival_rate(observed, now_s)
     replicas, saved = worth_having(spec, observed, service, rate, seconds, now_s, spare_kept_s(spec, seconds, 0.0))
     reason = Reason.PANIC if bursting(observed) else Reason.MARGINAL
     if saved <= 0:

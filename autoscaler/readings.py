@@ -46,6 +46,8 @@ def fault_of(observed: Observed, now_s: float) -> str:
                 observed.may_have,
             )
         )
+        and (observed.waiting_since_s is None or -_INFINITY < observed.waiting_since_s <= now_s + AHEAD_S)
+        and (observed.restart_leaves_s is None or -_INFINITY < observed.restart_leaves_s < _INFINITY)
         and all(replica.in_flight >= 0 for replica in observed.replicas)
         and all(gap >= 0 for gap in observed.gaps_s)
         and all(demand >= 0 and at_s < _INFINITY for at_s, demand in observed.peaks)
@@ -54,17 +56,18 @@ def fault_of(observed: Observed, now_s: float) -> str:
     if not -AHEAD_S <= now_s - seen_s <= LATE_S:
         age_s = now_s - seen_s
         return f"observed {age_s:.1f} s ago" if age_s > 0 else f"observed {-age_s:.1f} s in the future"
-    return _named(observed)
+    return _named(observed, now_s)
 
 
-def _named(observed: Observed) -> str:
+def _named(observed: Observed, now_s: float) -> str:
     for name in Observed.__slots__:
         value = getattr(observed, name)
-        if name == "last_activity_s":
-            bad = not -_INFINITY < value < _INFINITY
+        if name in ("last_activity_s", "restart_leaves_s", "waiting_since_s"):
+            bad = value is not None and not -_INFINITY < value < _INFINITY
+            bad = bad or (name == "waiting_since_s" and value is not None and value > now_s + AHEAD_S)
         elif name == "device_price":
             bad = not 0 < value < _INFINITY
-        elif isinstance(value, bool) or not isinstance(value, int | float) or name in ("seen_s", "restart_leaves_s"):
+        elif isinstance(value, bool) or not isinstance(value, int | float) or name == "seen_s":
             continue
         else:
             bad = not value >= 0 or value == _INFINITY

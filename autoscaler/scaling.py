@@ -17,7 +17,6 @@ from autoscaler.forecast import Forecast
 from autoscaler.keeping import KEEP_ALIVE_MIN_S, keep_alive_s, start_s
 from autoscaler.needs import (
     Need,
-    arrival_rate,
     bursting,
     fewer_would_break,
     floor_of,
@@ -170,7 +169,7 @@ def _kept(spec: ScalingSpec, observed: Observed, forecast: Forecast | None) -> t
     if forecast is not None and forecast.warm is not None:
         kept_s = min(KEEP_ALIVE_MIN_S, 0.1 * start_s(observed))
         return kept_s, f"{forecast.source}: being ready does not pay now"
-    rate = arrival_rate(observed) if observed.arrivals_in_60_s else 0.0
+    rate = (observed.arrivals_in_60_s or 0) / 60.0
     kept_s = keep_alive_s(spec, observed.cold_start_s, observed.gaps_s, rate, observed.device_price)
     return kept_s, f"kept for {kept_s:.2f} s, what a start is worth"
 

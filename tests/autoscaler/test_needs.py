@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autoscaler.decision import Observed, Phase, Reason, ReplicaView, ScalingSpec
 from autoscaler.marginal import steady, waited_s, worth_having
-from autoscaler.needs import bursting
+from autoscaler.needs import bursting, queue_rate
 from autoscaler.peaks import KEPT, Peaks
 from autoscaler.scaling import decide
 from autoscaler.service import ServiceModel
@@ -168,6 +168,24 @@ def test_a_burst_is_scaled_by_its_own_rate_and_nothing_ends_meanwhile() -> None:
     assert (held.desired, held.reason) == (3, Reason.PANIC)
 
 
+def test_a_queue_tells_of_a_burst_before_ten_seconds_have_passed() -> None:
+    """Nine came within half a second: at the rate of a minute they would be nothing, at their own they are a flood."""
+    queue = {"starting": 1, "waiting": 9, "arrivals_in_10_s": 9, "arrivals_in_60_s": 9, "cold_start_s": 6.0}
+    spec = weighing(10.0)
+    blind = decide(spec, seen(**queue, service=MANY, prompt_tokens=1000.0, output_tokens=200.0), None, NOW_S)
+    seeing = decide(
+        spec, seen(**queue, service=MANY, prompt_tokens=1000.0, output_tokens=200.0, waiting_since_s=NOW_S - 0.5),
+        None, NOW_S,
+    )  # fmt: skip
+    assert blind.desired < 4 < seeing.desired
+    slow = decide(
+        spec, seen(**queue, service=MANY, prompt_tokens=1000.0, output_tokens=200.0, waiting_since_s=NOW_S - 50),
+        None, NOW_S,
+    )  # fmt: skip
+    assert slow.desired == blind.desired
+    assert queue_rate(seen(waiting=3, waiting_since_s=NOW_S), NOW_S) == 0.0, "three are no rate"
+
+
 def test_quota_bounds_what_is_started_and_not_what_is_there() -> None:
     spec = ScalingSpec(max_replicas=8, target_concurrency=1, devices=2)
     asked = seen(ready=1, in_flight=1, service=None, waiting=5, may_have=5)
@@ -214,6 +232,7 @@ BAD = [
     ("arrivals_in_60_s", math.nan), ("prompt_tokens", math.nan), ("output_tokens", -1.0), ("waiting_tokens", -1),
     ("running_tokens", math.nan), ("restarts_in_hour", -1), ("may_have", -1), ("device_price", 0.0),
     ("device_price", math.nan), ("gaps_s", (1.0, math.nan)), ("peaks", ((1.0, -1),)), ("seen_s", NOW_S - 60),
+    ("waiting_since_s", math.nan), ("waiting_since_s", NOW_S + 60), ("restart_leaves_s", math.inf),
     ("seen_s", NOW_S + 60),
 ]  # fmt: skip
 
