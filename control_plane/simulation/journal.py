@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import urllib.parse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -28,6 +28,7 @@ DAY_S: Final = 86_400
 SAMPLES_MOST: Final = 20_000
 DECODED_LEAST: Final = 4
 """Tokens below which a request says little about steps."""
+PREFILL_SHARE_LEAST: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +113,17 @@ def service_of(table: np.ndarray[Any, np.dtype[np.int64]], max_requests: int) ->
     """Columns as `traffic.Page` has them. None: too little to fit."""
     table = table[-SAMPLES_MOST:]
     _, prompt, cached, output, first_us, finished_us, prefill_us, decode_us = table[:, :8].T.astype(np.float64)
-    samples: list[tuple[int, int, float]] = []
     passed_us = finished_us - first_us
     decoded = (output >= DECODED_LEAST) & (first_us > 0) & (passed_us > 0) & (decode_us > 0)
     step_s = passed_us[decoded] / 1e6 / (output[decoded] - 1)
     beside = np.clip(np.rint(passed_us[decoded] / decode_us[decoded]), 1, max_requests)
-    samples += [(int(n), int(n), float(s)) for n, s in zip(beside, step_s, strict=True)]
+    steps = [(int(n), int(n), float(s)) for n, s in zip(beside, step_s, strict=True)]
+    service = ServiceModel.fitted(steps, max_requests=max_requests)
     computed = prompt - cached
     prefilled = (computed > 0) & (prefill_us > 0)
-    samples += [
-        (1, int(tokens) + 1, float(spent_us) / 1e6)
-        for tokens, spent_us in zip(computed[prefilled], prefill_us[prefilled], strict=True)
-    ]
-    return ServiceModel.fitted(samples, max_requests=max_requests)
+    if service is None or not prefilled.any():
+        return service
+    # The pass that computes a prompt gives the first token as well, for which the model counts a step of its own.
+    spent_s = prefill_us[prefilled] / 1e6
+    own_s = np.maximum(spent_s - service.step_s(1), PREFILL_SHARE_LEAST * spent_s)
+    return replace(service, prefill_tokens_per_s=float(computed[prefilled].sum() / own_s.sum()))

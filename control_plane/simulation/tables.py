@@ -102,7 +102,8 @@ def table(rows: Sequence[Row], weight: float, width: int = WIDE) -> Table:
 
 
 def _hours(device_s: float) -> str:
-    return f"{device_s / 3600:,.1f}"
+    hours = device_s / 3600
+    return f"{hours:,.1f}" if abs(hours) >= 10 else f"{hours:.3g}"
 
 
 def write_summary(path: Path, rows: Sequence[Row]) -> None:

@@ -118,9 +118,11 @@ def test_a_service_is_as_fast_as_its_requests_were() -> None:
     for beside in (1, 2, 4, 8) * 5:
         output, prompt = 50 + beside, 100 * beside
         passed_us = int((output - 1) * (20_000 + 1_000 * beside))
-        rows.append([0, prompt, 0, output, 1_000_000, 1_000_000 + passed_us, prompt * 1_000, passed_us // beside])
+        prefill_us = 21_000 + prompt * 1_000
+        rows.append([0, prompt, 0, output, 1_000_000, 1_000_000 + passed_us, prefill_us, passed_us // beside])
     service = service_of(np.asarray(rows, np.int64), 32)
     assert service is not None
-    assert service.prefill_tokens_per_s == pytest.approx(1000, rel=0.25)
-    assert service.step_s(8) == pytest.approx(0.028, rel=0.1)
+    assert service.prefill_tokens_per_s == pytest.approx(1000, rel=0.02)
+    assert service.step_s(8) == pytest.approx(0.028, rel=0.02)
+    assert service.first_token_s(400) == pytest.approx(0.421, rel=0.02)
     assert service_of(np.zeros((3, 8), np.int64), 32) is None
