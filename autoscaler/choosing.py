@@ -93,6 +93,7 @@ class Choosing:
         "_asked_until_s",
         "_clock_planned_s",
         "_minute_s",
+        "_now_s",
         "_places",
         "_planned_gaps",
         "_planned_s",
@@ -112,7 +113,7 @@ class Choosing:
         self.rate = RateContest(RATE)
         self.forecast: Forecast | None = None
         self.floor: tuple[int, ...] = ()
-        self._scored_s = -math.inf
+        self._now_s = self._scored_s = -math.inf
         self._planned_s = self._clock_planned_s = self._asked_until_s = -math.inf
         self._schedules: tuple[Schedule, ...] = ()
         self._asked: tuple[Asked, ...] = ()
@@ -151,6 +152,13 @@ class Choosing:
         `places`: requests at once that one replica is meant to take."""
         idle_s = 0.0 if idle_since_s is None else max(now_s - idle_since_s, 0.0)
         self._places = max(places, 1)
+        if now_s < self._now_s:
+            self._planned_s = self._clock_planned_s = self._asked_until_s = -math.inf
+            self._minute_s = None
+        if now_s < self._scored_s and not history.gaps_after(now_s):
+            # The clock was put back, and the history has forgotten what lay beyond: what comes now counts.
+            self._scored_s = now_s
+        self._now_s = now_s
         changed = self._settle_gaps(history, costs)
         if changed:
             self._plan_gaps(history, now_s, costs, idle_s)

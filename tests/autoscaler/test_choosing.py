@@ -137,6 +137,19 @@ def test_a_clock_that_steps_teaches_nothing_wrong() -> None:
     assert life.paid - life.reactive <= STARTS * CHEAP.of_start(life.choosing.waiters) + SHARE * life.reactive
 
 
+def test_after_a_clock_was_put_back_gaps_are_settled_again() -> None:
+    life = Life(CHEAP)
+    life.live(every(60.5, START_S, START_S + 7_200.0), START_S + 7_200.0)
+    back_s = START_S + 3_600.0
+    life.history.forget_after(back_s)
+    life.now_s = life.ended_s = back_s
+    settled = life.choosing.warm.gaps
+    life.live(every(30.0, back_s, back_s + 1_200.0), back_s + 1_200.0)
+    assert life.choosing.warm.gaps > settled + 30
+    forecast = life.choosing.forecast
+    assert forecast is not None and forecast.pays_warm(29.5), "what is learnt since counts"
+
+
 def test_times_nobody_watched_are_not_taken_for_quiet() -> None:
     life = Life(Costs(start_s=10.0, waiting_weight=30.0), service_s=20.0)
     history = life.history
