@@ -10,9 +10,7 @@ takes a millisecond or two, any other some microseconds.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -26,12 +24,13 @@ from autoscaler.forecasting.gaps import (
     idle_histogram_pace,
 )
 from autoscaler.forecasting.holt_winters import holt_winters
-from autoscaler.forecasting.outlook import DAY_S, Forecaster, Numbers, Past
+from autoscaler.forecasting.outlook import DAY_S, Forecaster, Numbers
 from autoscaler.forecasting.output_length import Work, output_length
 from autoscaler.forecasting.rate_contest import HIGH, MINUTE_S, Need, RateContest, Told
-from autoscaler.forecasting.rates import ewma, last_rate
+from autoscaler.forecasting.rates import ewma
 from autoscaler.forecasting.schedule import Asked, Schedule, asked_for, floors
 from autoscaler.forecasting.seasonal import seasonal_day, seasonal_week
+from autoscaler.forecasting.views import Once, Remembered, Until
 from autoscaler.forecasting.warm_contest import WarmContest
 from autoscaler.forecasting.warmth import warm_windows
 
@@ -67,10 +66,6 @@ CALENDAR_S = 6 * 3_600.0
 WAITERS_MAX = 21.0
 """More would have been seen as load, and not as idleness."""
 REPLAYS = 24
-
-
-class Remembered(Past, Protocol):
-    def gaps_after(self, start_s: float) -> list[tuple[float, float]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +129,7 @@ class Choosing:
             ends = starts + lengths
             step = max(len(ends) // REPLAYS, 1)
             for at_s in ends[GAPS_NEEDED::step].tolist():
-                choosing.refit(_Until(history, at_s), at_s, costs, places=places)
+                choosing.refit(Until(history, at_s), at_s, costs, places=places)
         choosing.refit(history, now_s, costs, places=places)
         return choosing
 
@@ -172,7 +167,7 @@ class Choosing:
             self._schedules, self._asked_until_s = schedules, now_s + CALENDAR_S
             self._asked = asked_for(schedules, now_s, self._asked_until_s)
         self.floor = floors(self._asked, now_s, MINUTE_S, STEPS)
-        last = 0.0 if idle_s > QUIET_S else last_rate(history, now_s) or 0.0
+        last = 0.0 if idle_s > QUIET_S else history.total("arrivals", 10, now_s - MINUTE_S, now_s) / MINUTE_S
         self.forecast = self._said(now_s, costs, need, last)
         return self.forecast
 
@@ -258,8 +253,9 @@ class Choosing:
                 self.rate.settle(minute_s, arrived, before, need, costs)
         self._minute_s = end_s
         quick = QUICK if rates and need.of(2.0 * rates[-1]) > 1 else ()
+        once = Once(history)
         for name in quick:
-            outlook = RATE[name](history, now_s, HORIZON_S, STEPS)
+            outlook = RATE[name](once, now_s, HORIZON_S, STEPS)
             self._tell(name, now_s, outlook.rate, outlook.rate_high)
         self.rate.elect(need, costs)
 
@@ -294,36 +290,6 @@ class Choosing:
             arrivals=_poisson(expected),
             valid_until_s=now_s + VALID_S,
         )
-
-
-class _Until:
-    """A history as it was at `until_s`."""
-
-    __slots__ = ("_gap_lengths", "_gap_starts", "_history", "until_s")
-
-    def __init__(self, history: Remembered, until_s: float) -> None:
-        self._history, self.until_s = history, until_s
-        starts, lengths = history.gap_starts_s, history.gaps_s
-        ended = starts + lengths <= until_s
-        self._gap_starts, self._gap_lengths = starts[ended], lengths[ended]
-
-    @property
-    def gaps_s(self) -> Numbers:
-        return self._gap_lengths
-
-    @property
-    def gap_starts_s(self) -> Numbers:
-        return self._gap_starts
-
-    def gaps_after(self, start_s: float) -> list[tuple[float, float]]:
-        first = bisect_right(self._gap_starts.tolist(), start_s)
-        return list(zip(self._gap_starts[first:].tolist(), self._gap_lengths[first:].tolist(), strict=True))
-
-    def arrivals(self, resolution_s: int, since_s: float, until_s: float) -> tuple[Numbers, Numbers]:
-        return self._history.arrivals(resolution_s, since_s, min(until_s, self.until_s))
-
-    def total(self, name: str, resolution_s: int, since_s: float, until_s: float) -> float:
-        return self._history.total(name, resolution_s, since_s, min(until_s, self.until_s))
 
 
 def _poisson(mean: float) -> Quantiles:

@@ -14,7 +14,7 @@ from autoscaler.forecasting.outlook import NOTHING, Numbers, Outlook, Past, disp
 LAST_S = 60.0
 MEMORY_S = 300.0
 """The weight of a window halves in 0.69 of this."""
-EWMA_SPAN_S = 1_800.0
+EWMA_SPAN_S = 3_600.0
 
 
 def recent(history: Past, now_s: float, span_s: float, least: int = 1) -> tuple[Numbers, float]:
