@@ -24,7 +24,8 @@ MARGIN: Final = 0.8
 BURST_MIN: Final = 8
 """Arrivals in ten seconds below which nothing is a burst."""
 QUEUE_MIN: Final = 4
-QUEUE_LEAST_S: Final = 0.1
+QUEUE_LEAST_S: Final = 1.0
+"""Of several that came at the same moment it is not said how many come in the next."""
 BURST_FACTOR: Final = 2.0
 """Of the rate before: Knative's panic threshold."""
 
@@ -296,6 +297,14 @@ def _by_rate(spec: ScalingSpec, observed: Observed, forecast: Forecast, demand: 
         replicas = 1
     detail = f"{forecast.source} expects {rate:.2g} a second in {seconds:.2g} s, for which {replicas} are best"
     return Need(replicas, Reason.FORECAST_FLOOR, detail, again_s)
+
+
+def sustained(spec: ScalingSpec, observed: Observed, demand: int) -> int:
+    """Replicas that arrivals as they came in the last minute need while they go on."""
+    if observed.service is None or not demand or not observed.arrivals_in_60_s:
+        return 0
+    rate, price = observed.arrivals_in_60_s / 60.0, observed.device_price
+    return steady(spec, observed.service, rate, observed.prompt_tokens, observed.output_tokens, price)
 
 
 def spare_until_s(spec: ScalingSpec, observed: Observed, rank: int) -> float:

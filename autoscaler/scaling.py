@@ -24,6 +24,7 @@ from autoscaler.needs import (
     needed_now,
     places_of,
     spare_until_s,
+    sustained,
 )
 from autoscaler.readings import fault_of, forecast_fault
 
@@ -195,15 +196,16 @@ def _fewer(
     if demand and bursting(observed):
         return answer(current, Reason.PANIC, "arrivals have jumped", now_s + PANIC_AGAIN_S)
     places = places_of(spec, observed)
-    stage_one = max(min(math.ceil(max(observed.peak_demand, demand) / places), spec.max_replicas), floor)
-    until_s, peak = now_s + spec.scale_in_window_s / 4, observed.peak_demand
+    peak = max(observed.peak_demand, demand)
+    stage_one = max(min(max(math.ceil(peak / places), sustained(spec, observed, demand)), spec.max_replicas), floor)
+    until_s = now_s + spec.scale_in_window_s / 4
     if observed.peaks and stage_one < current and now_s < idle_until_s:
         # Each has its own window; the last one goes first. Where the first is not worth keeping, no other is.
         while stage_one < current and (kept_until_s := spare_until_s(spec, observed, stage_one + 1)) > now_s:
             stage_one, until_s = stage_one + 1, kept_until_s
-        peak = max(peak, observed.peaks[0][1])
     if stage_one >= current:
-        return answer(current, Reason.HOLD_WINDOW, f"up to {peak} at once lately", _sooner(again_s, until_s))
+        detail = f"up to {peak} at once within {spec.scale_in_window_s:.0f} s, or more not long enough ago"
+        return answer(current, Reason.HOLD_WINDOW, detail, _sooner(again_s, until_s))
     if demand and (broken := fewer_would_break(spec, observed, current, stage_one)):
         return answer(current, Reason.HOLD_WINDOW, broken, _sooner(again_s, now_s + HELD_AGAIN_S))
     if _budget_spent(spec, observed):
@@ -212,7 +214,7 @@ def _fewer(
         stage_one,
         Reason.SCALE_IN,
         f"at most {peak} at once in {spec.scale_in_window_s:.0f} s need {stage_one}",
-        again_s,
+        _sooner(again_s, until_s),
     )
 
 
