@@ -28,7 +28,7 @@ from autoscaler.forecasting.outlook import DAY_S, Forecaster, Numbers
 from autoscaler.forecasting.output_length import Work, output_length
 from autoscaler.forecasting.rate_contest import HIGH, MINUTE_S, Need, RateContest, Told
 from autoscaler.forecasting.rates import ewma
-from autoscaler.forecasting.schedule import Asked, Schedule, asked_for, floors
+from autoscaler.forecasting.schedule import Asked, Cron, Schedule, asked_for, floors
 from autoscaler.forecasting.seasonal import seasonal_day, seasonal_week
 from autoscaler.forecasting.views import Once, Remembered, Until
 from autoscaler.forecasting.warm_contest import WarmContest
@@ -110,7 +110,7 @@ class Choosing:
         self.floor: tuple[int, ...] = ()
         self._now_s = self._scored_s = -math.inf
         self._planned_s = self._clock_planned_s = self._asked_until_s = -math.inf
-        self._schedules: tuple[Schedule, ...] = ()
+        self._schedules: tuple[tuple[Cron, float, int, float], ...] = ()
         self._asked: tuple[Asked, ...] = ()
         self._planned_gaps = 0
         self._minute_s: float | None = None
@@ -163,8 +163,10 @@ class Choosing:
         need = Need(self._work.service_s, self._places)
         if self._rates_on:
             self._settle_minutes(history, now_s, need, costs)
-        if schedules != self._schedules or (schedules and now_s + HORIZON_S > self._asked_until_s):
-            self._schedules, self._asked_until_s = schedules, now_s + CALENDAR_S
+        # Zones are functions, and the same one may come as another each time: told apart by what they say now.
+        given = tuple((each.cron, each.length_s, each.replicas, each.zone(now_s)) for each in schedules)
+        if given != self._schedules or (given and now_s + HORIZON_S > self._asked_until_s):
+            self._schedules, self._asked_until_s = given, now_s + CALENDAR_S
             self._asked = asked_for(schedules, now_s, self._asked_until_s)
         self.floor = floors(self._asked, now_s, MINUTE_S, STEPS)
         last = 0.0 if idle_s > QUIET_S else history.total("arrivals", 10, now_s - MINUTE_S, now_s) / MINUTE_S
