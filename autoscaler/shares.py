@@ -3,8 +3,9 @@
 A tenant's share is its part of the devices by weighted max-min fairness, bounded by what its load needs and its quota:
 what one does not need is the others' to use. Where devices are short, a tenant above its share makes room for one
 below; within a tenant the function of lower priority makes room for that of higher, and an idle replica for a request
-that waits. Of those that may be taken, the lowest priority goes first and then the replica with which least is lost.
-Limits: all devices count alike (one of another kind is as good as any); a replica that is starting is never taken.
+that waits. `Rule.may_end` says so to placement, which knows where there is room to be made; `make_room` chooses where
+room is not what lacks but the tenant's own allowance. Lowest priority first, then least loss; never what is starting.
+Limits: all devices count alike (one of another kind is as good as any).
 
 Sources: max-min fairness and its filling, Bertsekas and Gallager, Data Networks, 6.5.2; in whole units by the highest
 averages of D'Hondt, which gives every tenant its share rounded down before it gives anybody more.
@@ -14,15 +15,15 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Final, TypeAlias
+
+from autoscaler.homes import Resident
+from autoscaler.work import Work
 
 Key: TypeAlias = tuple[str, str]
 """(tenant, function)"""
-
-UNBOUNDED: Final = 1 << 30
-"""Devices, where nothing bounds them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,60 +92,74 @@ def _filled(left: int, bounds: Mapping[str, int], weights: Mapping[str, float]) 
     return shares
 
 
-def may_have(tenant: str, standings: Sequence[Standing], capacity: int | None) -> int:
-    """Devices that a tenant may still take. `capacity`: all there are, where they are short; None: nobody lacks any,
-    and only its quota bounds it."""
-    standing = next((each for each in standings if each.tenant == tenant), Standing(tenant, 0, 0))
-    quota = UNBOUNDED if standing.quota.devices is None else standing.quota.devices
-    if capacity is None:
-        return max(quota - standing.held, 0)
-    return max(min(fair_shares(capacity, standings).get(tenant, 0), quota) - standing.held, 0)
-
-
-def strictness(tenant: str, standings: Sequence[Standing], capacity: int | None) -> float:
-    """By how much the objectives of a tenant's functions are tightened: 1 within its share, and share / held above it
-    while another one below its share lacks devices. So that who holds too much is refused first."""
-    if capacity is None:
-        return 1.0
-    shares = fair_shares(capacity, standings)
-    lacking = any(each.held < shares[each.tenant] for each in standings if each.tenant != tenant)
-    held = next((each.held for each in standings if each.tenant == tenant), 0)
-    share = shares.get(tenant, 0)
-    return max(share, 0) / held if lacking and held > share else 1.0
-
-
-# --- making room -------------------------------------------------------------------------------------------------
+# --- who may have more, and who makes room -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
-    """A replica and the devices it holds."""
+class Rule:
+    """What follows while `capacity` devices are all there are: who may have more, who is ended for whom."""
 
-    replica_id: str
-    key: Key
-    slot_id: str
-    devices: int
-    priority: int = 0
-    ready: bool = True
-    """Only such may be taken: what starts is never useless, and what is draining goes anyway."""
-    in_flight: int = 0
-    kept: bool = False
-    """One of those that its function keeps whatever the load (`min_replicas`)."""
-    lost_s: float = 0.0
-    """Device-seconds that have to be spent again if it goes: its start, and what its requests had computed."""
+    standings: tuple[Standing, ...]
+    capacity: int
+    shares: Mapping[str, int] = field(init=False)
+    held: Mapping[str, int] = field(init=False)
+    lacking: frozenset[str] = field(init=False)
+    """Tenants that have fewer than their shares."""
+    wanted: int = field(init=False)
+    """Devices that all of them could use."""
 
-    @property
-    def tenant(self) -> str:
-        return self.key[0]
+    def __post_init__(self) -> None:
+        shares = fair_shares(self.capacity, self.standings)
+        lacking = frozenset(each.tenant for each in self.standings if each.held < shares[each.tenant])
+        object.__setattr__(self, "shares", shares)
+        object.__setattr__(self, "held", {standing.tenant: standing.held for standing in self.standings})
+        object.__setattr__(self, "lacking", lacking)
+        object.__setattr__(self, "wanted", sum(max(standing.bound, 0) for standing in self.standings))
 
-    @property
-    def idle(self) -> bool:
-        return self.in_flight == 0 and not self.kept
+    def most(self, tenant: str, quota: int | None) -> int | None:
+        """Devices that a tenant may hold: no more than its share while another has fewer than its own. Otherwise only
+        the quota bounds it (None: nothing does): more devices may be had, and the wish for them is not to be hidden."""
+        if not self.lacking - {tenant}:
+            return quota
+        share = self.shares.get(tenant, 0)
+        return share if quota is None else min(share, quota)
+
+    def strictness(self, tenant: str) -> float:
+        """By how much the objectives of a tenant's functions are tightened: 1 within its share, and share / held above
+        it while another one below its share lacks devices. So that who holds too much is refused first."""
+        held, share = self.held.get(tenant, 0), self.shares.get(tenant, 0)
+        return max(share, 0) / held if held > share and self.lacking - {tenant} else 1.0
+
+    def may_end(self, resident: Resident, work: Work) -> bool:
+        """As `autoscaler.room.MayEnd`; what its function must have whatever the load has an infinite loss. Another
+        tenant's replica goes only where that holds more than its share and this one, with what it asks for, no more
+        than its own: so what was taken is not taken back."""
+        if (
+            resident.starting
+            or resident.loss_s == math.inf
+            or (resident.tenant, resident.function) == (work.tenant, work.function)
+        ):
+            return False
+        if resident.tenant == work.tenant:
+            if resident.priority < work.priority:
+                return True
+            equal = resident.priority == work.priority and resident.idle
+            return equal and resident.loss_s < work.waiting * work.room_wait_s
+        asked = self.held.get(work.tenant, 0) + work.devices
+        return asked <= self.shares.get(work.tenant, 0) and self.allows({resident.tenant: 1}, work.tenant)
+
+    def allows(self, ended: Mapping[str, int], tenant: str) -> bool:
+        """Whether all tenants but this one keep their shares when so many devices of theirs are taken together."""
+        return all(
+            self.held.get(other, 0) - devices >= self.shares.get(other, 0)
+            for other, devices in ended.items()
+            if other != tenant
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A replica that cannot be started for want of devices."""
+    """A replica that waits for devices."""
 
     key: Key
     devices: int
@@ -158,108 +173,53 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """What makes room for a claim."""
+class Holding:
+    """A replica of a tenant and the devices it holds."""
 
-    victims: tuple[Holding, ...]
-    reason: str
-
-
-def make_room(
-    claim: Claim,
-    holdings: Sequence[Holding],
-    standings: Sequence[Standing],
-    capacity: int,
-    *,
-    of_quota: bool = False,
-) -> Room | None:
-    """The replicas that go so that `claim` can start; None: none may, it has to wait.
-
-    `of_quota`: there is room, but the tenant's quota is used up: only its own replicas count, wherever they are.
-    Never taken: what another tenant needs of its share, anything of higher priority in the same tenant, and nothing
-    that would be wanted back by the same rules (`test_what_was_taken_is_not_taken_back`).
-    """
-    shares = fair_shares(capacity, standings)
-    held = {standing.tenant: standing.held for standing in standings}
-    below = held.get(claim.tenant, 0) + claim.devices <= shares.get(claim.tenant, 0)
-    taken = [each for each in holdings if _may_take(claim, each, below=below and not of_quota)]
-    places: dict[str, list[Holding]] = {}
-    for holding in sorted(taken, key=lambda each: _worth(each, held, shares)):
-        places.setdefault("" if of_quota else holding.slot_id, []).append(holding)
-    found: list[tuple[tuple[float, ...], str, tuple[Holding, ...]]] = []
-    for place, candidates in places.items():
-        victims = _enough(claim, candidates, held, shares)
-        if victims:
-            loss = (
-                float(max(each.priority for each in victims)),
-                float(sum(each.in_flight for each in victims)),
-                sum(each.lost_s for each in victims),
-            )
-            found.append((loss, place, victims))
-    if not found:
-        return None
-    _, _, victims = min(found, key=lambda each: (each[0], each[1]))
-    return Room(victims, _because(claim, victims, held, shares, of_quota))
+    replica_id: str
+    key: Key
+    devices: int
+    priority: int = 0
+    ready: bool = True
+    """Only such may be taken: what starts is never useless, and what is draining goes anyway."""
+    in_flight: int = 0
+    kept: bool = False
+    """One that its function must have whatever the load (`min_replicas`)."""
+    lost_s: float = 0.0
+    """Device-seconds that have to be spent again if it goes."""
 
 
-def _may_take(claim: Claim, holding: Holding, *, below: bool) -> bool:
-    if not holding.ready or holding.key == claim.key:
-        return False
-    if holding.tenant != claim.tenant:
-        return below
-    return holding.priority < claim.priority or (claim.waiting and holding.priority == claim.priority and holding.idle)
-
-
-def _worth(holding: Holding, held: Mapping[str, int], shares: Mapping[str, int]) -> tuple[object, ...]:
-    """The least first: low priority, of who is furthest above its share, with little to lose."""
-    above = held.get(holding.tenant, 0) / max(shares.get(holding.tenant, 0), 0.5)
-    return (holding.priority, holding.in_flight > 0, -above, holding.lost_s, holding.in_flight, holding.replica_id)
-
-
-def _enough(
-    claim: Claim, candidates: Sequence[Holding], held: Mapping[str, int], shares: Mapping[str, int]
-) -> tuple[Holding, ...]:
-    """The first candidates that free what is claimed, without those that turn out not to be needed."""
+def make_room(claim: Claim, holdings: Iterable[Holding], needed: int) -> tuple[Holding, ...]:
+    """Of the claim's own tenant, which may take no more devices: the replicas that go so that it may take `needed`
+    more; (): none may, it has to wait."""
+    able = [each for each in holdings if each.key[0] == claim.tenant and _gives_way(each, claim)]
+    able.sort(key=lambda each: (each.priority, each.in_flight > 0, each.lost_s, each.in_flight, each.replica_id))
     chosen: list[Holding] = []
-    left = dict(held)
     freed = 0
-    for holding in candidates:
-        if holding.tenant != claim.tenant:
-            if left[holding.tenant] - holding.devices < shares.get(holding.tenant, 0):
-                continue
-            left[holding.tenant] -= holding.devices
+    for holding in able:
+        if freed >= needed:
+            break
         chosen.append(holding)
         freed += holding.devices
-        if freed >= claim.devices:
-            break
-    if freed < claim.devices:
+    if freed < needed:
         return ()
-    for holding in reversed(chosen[:-1]):
-        if freed - holding.devices >= claim.devices:
+    for holding in reversed(chosen):
+        if freed - holding.devices >= needed:
             chosen.remove(holding)
             freed -= holding.devices
     return tuple(chosen)
 
 
-def _because(
-    claim: Claim, victims: Sequence[Holding], held: Mapping[str, int], shares: Mapping[str, int], of_quota: bool
-) -> str:
-    others = sorted({each.tenant for each in victims} - {claim.tenant})
-    if others:
-        above = ", ".join(f"{each} holds {held[each]} of its share of {shares.get(each, 0)}" for each in others)
-        mine = f"{held.get(claim.tenant, 0)} of its share of {shares.get(claim.tenant, 0)}"
-        return f"{claim.key[1]} lacks {claim.devices} of the devices: {above}; tenant {claim.tenant} {mine}"
-    what = "the tenant's quota is used up" if of_quota else "no device is free"
-    if any(each.priority < claim.priority for each in victims):
-        return f"{what}, and {claim.key[1]} has the higher priority ({claim.priority})"
-    return f"{what}, requests of {claim.key[1]} wait, and this one is idle"
+def _gives_way(holding: Holding, claim: Claim) -> bool:
+    if not holding.ready or holding.kept or holding.key == claim.key:
+        return False
+    idle_equal = holding.in_flight == 0 and holding.priority == claim.priority
+    return holding.priority < claim.priority or (claim.waiting and idle_equal)
 
 
-def goes_before(first: Claim, second: Claim, standings: Sequence[Standing], capacity: int) -> bool:
+def goes_before(first: Claim, second: Claim, rule: Rule) -> bool:
     """Whether devices that become free are the first claim's before the second's."""
     if first.tenant == second.tenant:
         return (first.priority, first.waiting) > (second.priority, second.waiting)
-    shares = fair_shares(capacity, standings)
-    held = {standing.tenant: standing.held for standing in standings}
-    lacks = [held.get(each.tenant, 0) < shares.get(each.tenant, 0) for each in (first, second)]
+    lacks = [rule.held.get(each.tenant, 0) < rule.shares.get(each.tenant, 0) for each in (first, second)]
     return lacks[0] and not lacks[1]

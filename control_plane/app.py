@@ -22,6 +22,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from control_plane.adopting import Adopting
+from control_plane.allowances import Allowances
 from control_plane.api.middleware import error_middleware
 from control_plane.backends.base import Backend
 from control_plane.backends.local import LocalBackend
@@ -53,6 +54,7 @@ from control_plane.loop import ControlLoop
 from control_plane.metrics import Metrics
 from control_plane.moving import Moves
 from control_plane.object_store import StoreWatch
+from control_plane.objectives import Objectives
 from control_plane.parking import Parking
 from control_plane.peers import Peers
 from control_plane.placing import Placing
@@ -113,6 +115,7 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
 
     def request_ended(live: LiveRequest, state: RequestState, total_s: float) -> None:
         metrics.request_ended(live, state, total_s)
+        dispatcher.service_times.ended(live)
         budgets.ended(live.origin.tenant, live.origin.key_id, live.log.last_seq)
         kv_desk.ended(live)
         dispatcher.load.ended(live)
@@ -124,13 +127,19 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
     queue_shares = QueueShares(shares, dispatcher.lanes, settings.queue)
     if not gateways.alone:
         dispatcher.lanes.granted = queue_shares.granted
-        dispatcher.claim_room = queue_shares.ensure
+        dispatcher.claim_room = lambda key, nbytes, judged: queue_shares.ensure(key, nbytes, judged=judged)
     slots = backend or _slots(settings, db, gateways, peers)
     fleet = Fleet(slots, ledger)
     seating = Seating(fleet, dispatcher, journal, gateways.alone)
     serving = Serving(functions, dispatcher, settings.queue)
     quotas = Quotas(db)
-    standings = Standings(fleet, serving, quotas)
+    standings = Standings(serving, quotas)
+    fleet.watchers.append(standings.replica_changed)
+    objectives = Objectives(dispatcher, serving, fleet, standings, decisions, settings.queue.wait_estimate_s)
+    objectives.leads = lambda: gateways.leads
+    if not gateways.alone:
+        objectives.waiting_elsewhere = queue_shares.others
+        queue_shares.most_waiting = lambda key: objectives.most_waiting(key, settings.queue.max_requests)
     adopting = Adopting(journal, tenant_keys, serving, dispatcher, seating, kv_desk)
     prompts = PromptMakers()
     importing = Importing(settings, functions, fleet, prompts)
@@ -152,6 +161,17 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
     drains = Drains(db)
     loop.parking = Parking(drains, dispatcher, fleet, seating, decisions)
     loop.parking.poke = loop.poke
+    allowances = Allowances(standings, functions, serving, fleet, seating, decisions)
+    allowances.end = loop.parking.make_room
+    allowances.poke = loop.poke
+    fleet.watchers.append(allowances.replica_changed)
+    fleet.is_outranked, fleet.may_clear = allowances.outranked, allowances.clears
+    fleet.on_no_room = allowances.no_room
+    fleet.placing.may_end, fleet.placing.priority = allowances.may_end, allowances.priority
+    loop.observation.may_have, loop.observation.device_price = allowances.may_have, standings.device_price
+    loop.on_decided = allowances.decided
+    quotas.on_change = loop.poke_all
+    sender.on_strict = standings.told
     adopting.paused_us = drains.paused_us
     context = AppContext(
         settings=settings,
@@ -172,6 +192,8 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
         budgets=budgets,
         quotas=quotas,
         standings=standings,
+        allowances=allowances,
+        objectives=objectives,
         fleet=fleet,
         seating=seating,
         adopting=adopting,
@@ -227,6 +249,7 @@ def _connect_gateways(context: AppContext) -> None:
     def leads(leads: bool) -> None:
         context.fleet.keeps_books = leads
         context.importing.lead(leads)
+        context.allowances.forget()
 
     def imported(change: FunctionChange) -> None:
         if change.kind is ChangeKind.IMPORTED and gateways.leads:

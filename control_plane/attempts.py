@@ -57,6 +57,7 @@ class Attempts:
         self._again = again
         self._closing = closing
         self._commits = Commits(journal, self._concluded, endings.fenced)
+        self.on_first_of_attempt: Callable[[LiveRequest, Tokens], None] = lambda request, message: None
         self.on_first_token: Callable[[LiveRequest], None] = lambda request: None
 
     def begin(self, request: LiveRequest, seat: Seat) -> None:
@@ -78,6 +79,8 @@ class Attempts:
             request = self._requests.get(message.request_id)
             if request is not None and request.epoch == message.epoch and request.phase is Phase.RUNNING:
                 first, earliest = request.last_token_ns == 0, request.received == 0
+                if first:
+                    self.on_first_of_attempt(request, message)
                 self._commits.tokens(request, message)
                 if first:
                     self._arm(request)

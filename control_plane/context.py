@@ -11,6 +11,7 @@ from aiohttp import web
 
 if TYPE_CHECKING:
     from control_plane.adopting import Adopting
+    from control_plane.allowances import Allowances
     from control_plane.budgets import Budgets
     from control_plane.database import Database
     from control_plane.decisions import Decisions
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from control_plane.metrics import Metrics
     from control_plane.moving import Moves
     from control_plane.object_store import StoreWatch
+    from control_plane.objectives import Objectives
     from control_plane.peers import Peers
     from control_plane.predicted import Predicted
     from control_plane.queue_shares import QueueShares
@@ -70,6 +72,8 @@ class AppContext:
     budgets: Budgets
     quotas: Quotas
     standings: Standings
+    allowances: Allowances
+    objectives: Objectives
     fleet: Fleet
     seating: Seating
     adopting: Adopting

@@ -42,6 +42,7 @@ class Elsewhere:
     generation: int = 0
     last_activity_s: float = 0.0
     woken: bool = False
+    deferred: int = 0
     running: dict[str, int] = field(default_factory=dict)
     gaps_s: tuple[float, ...] = ()
 
@@ -77,6 +78,7 @@ class Demand:
             woken=(lane.key, lane.identity) in self._woken_s and not lane.seats,
             running=tuple((seat.replica_id, len(seat.in_flight)) for seat in lane.seats.values() if seat.in_flight),
             gaps_s=tuple(lane.gaps_s),
+            deferred=lane.deferred(),
         )
 
     # --- what was told ---
@@ -116,6 +118,7 @@ class Demand:
                 found.last_activity_s = max(found.last_activity_s, at_s - lane.idle_s)
                 found.woken = found.woken or lane.woken
                 found.gaps_s += lane.gaps_s
+                found.deferred += lane.deferred
                 for replica_id, count in lane.running:
                     found.running[replica_id] = found.running.get(replica_id, 0) + count
         return found
@@ -164,7 +167,11 @@ class Refusals:
 
 def _said(lane: LaneDemand) -> tuple[str, str, object]:
     """What of it is news; that time passes is none."""
-    return (lane.tenant, lane.function, (lane.identity, lane.waiting, lane.running, lane.generation, lane.woken))
+    return (
+        lane.tenant,
+        lane.function,
+        (lane.identity, lane.waiting, lane.running, lane.generation, lane.woken, lane.deferred),
+    )
 
 
 class DemandSender:
@@ -177,6 +184,8 @@ class DemandSender:
         self._due = asyncio.Event()
         self._calm: asyncio.TimerHandle | None = None
         self.on_refusals: Callable[[tuple[Refusal, ...]], None] = lambda refusals: None
+        self.on_strict: Callable[[dict[str, float]], None] = lambda strict: None
+        """Told by the leader of the tenants whose objectives are tightened."""
 
     def changed(self, *, waiting: bool) -> None:
         if waiting:
@@ -199,6 +208,7 @@ class DemandSender:
             answer = await self._send()
             if answer is not None:
                 self.on_refusals(answer.refusals)
+                self.on_strict(answer.strict)
 
     async def _send(self) -> DemandAnswer | None:
         url = self._gateways.url_of(self._gateways.leader)

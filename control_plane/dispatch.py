@@ -19,13 +19,14 @@ from control_plane.attempt_notes import AttemptNotes
 from control_plane.attempts import Attempts
 from control_plane.decisions import Decisions
 from control_plane.endings import Endings
-from control_plane.errors import Fenced, FunctionDrained, ModelUnusable, Saturated, StokerError
+from control_plane.errors import Fenced, FirstTokenLate, FunctionDrained, ModelUnusable, Saturated, StokerError
 from control_plane.journal import Journal
-from control_plane.lanes import FunctionKey, Lane, Lanes, Seat
+from control_plane.lanes import FunctionKey, Lane, Lanes, Place, Seat
 from control_plane.live_request import LiveRequest, Phase
 from control_plane.load_meter import LoadMeter
 from control_plane.records import NewRequest, OutcomeError, RequestState
 from control_plane.replica_link import ReplicaLink
+from control_plane.service_times import ServiceTimes
 from control_plane.settings import QueueSettings
 from control_plane.timeouts import TimeoutWatch
 from function_runtime.protocol import (
@@ -55,9 +56,15 @@ class Dispatcher:
         self.on_seat_lost: Callable[[Seat, str], None] = lambda seat, reason: None
         self.on_kv: Callable[[ReplicaLink, LiveRequest | None, KvAsk | KvKept | KvBad], None] = lambda *said: None
         """Told what replicas ask and say about stored KV, in order with everything else they say."""
-        self.claim_room: Callable[[FunctionKey, int], Awaitable[None]] | None = None
+        self.claim_room: Callable[[FunctionKey, int, bool], Awaitable[None]] | None = None
         """Where several gateways share the bounds of a queue: makes sure of a part that is large enough, if one can be
         had. Nothing may happen between its return and the place's being taken."""
+        self.judge: Callable[[FunctionKey, str, int], None] = lambda key, identity, prompt_tokens: None
+        """Refuses a request whose first token would come later than its function's objective."""
+        self.queue_moves_s: Callable[[FunctionKey, str], float | None] = lambda key, identity: None
+        """After how long a request that found the queue full would find a place in it; None: not known."""
+        self.service_times = ServiceTimes()
+        self.lanes.speeds = self.service_times.speeds
         self.unusable: Callable[[FunctionKey, str], str] = lambda key, identity: ""
         """Why no replica of this checkpoint can be had; empty if one can."""
         self.endings = Endings(journal, self.lanes, self.requests, self._left, self._give_up)
@@ -66,6 +73,7 @@ class Dispatcher:
             journal, self._notes, self.requests, self.endings, self._timeouts.arm, self._again, self.seat_closing
         )
         self._attempts.on_first_token = self.load.first_token
+        self._attempts.on_first_of_attempt = self.service_times.first_token
         self._tasks: set[asyncio.Task[None]] = set()
         self._links: dict[ReplicaLink, Seat] = {}
         self.closing = False
@@ -96,9 +104,11 @@ class Dispatcher:
     # --- coming in ---
 
     @asynccontextmanager
-    async def room(self, key: FunctionKey, identity: str, nbytes: int) -> AsyncIterator[None]:
+    async def room(
+        self, key: FunctionKey, identity: str, nbytes: int, judged_tokens: int | None = None
+    ) -> AsyncIterator[Place]:
         """Reserve a place in the queue while a request is accepted; refuse what would wait behind too much, or in
-        vain."""
+        vain. `judged_tokens`: of its prompt, where somebody waits for the first token."""
         paused = self.lanes.paused(key)
         if paused:
             raise FunctionDrained(f"{key[1]} takes no requests now: {paused}")
@@ -106,14 +116,18 @@ class Dispatcher:
         if reason:
             raise ModelUnusable(reason)
         if self.claim_room is not None:
-            await self.claim_room(key, nbytes)
+            await self.claim_room(key, nbytes, judged_tokens is not None)
         with ExitStack() as stack:
             try:
-                stack.enter_context(self.lanes.room(key, identity, nbytes))
-            except Saturated:
+                if judged_tokens is not None:
+                    self.judge(key, identity, judged_tokens)
+                place = stack.enter_context(self.lanes.room(key, identity, nbytes))
+            except Saturated as error:
                 self.load.refused(key)
+                if not isinstance(error, FirstTokenLate):
+                    error.retry_after_s = self.queue_moves_s(key, identity) or error.retry_after_s
                 raise
-            yield
+            yield place
 
     def enter(self, request: LiveRequest, *, front: bool = False) -> None:
         """Own an accepted request that is with no replica."""
@@ -248,6 +262,7 @@ class Dispatcher:
         seat = self._links.get(link)
         if seat is None:
             return
+        self.service_times.beat(seat, said)
         if seat.in_flight:
             self.load.memory(seat, said.kv_used_blocks, said.kv_total_blocks)
         if seat.others != said.others:
@@ -262,6 +277,7 @@ class Dispatcher:
         logger.info("event=replica_lost replica=%s reason=%s", seat.replica_id, reason)
         seat.accepting = False
         self._drop_seat(seat)
+        self.service_times.left(seat)
         # Each goes to the front of the queue, so the first accepted goes last.
         for request in reversed(list(seat.in_flight.values())):
             if request.phase is Phase.RUNNING:

@@ -2,7 +2,7 @@
 
     StokerError
       InvalidRequest 400   Unauthenticated 401   Forbidden 403   NotFound 404   Conflict 409 (Fenced)
-      KeyDeleted 410   TooLarge 413   Unprocessable 422   Saturated 429 (RateExceeded, BudgetExceeded)
+      KeyDeleted 410   TooLarge 413   Unprocessable 422   Saturated 429 (RateExceeded, BudgetExceeded, FirstTokenLate)
       Internal 500 (Damaged)
       Unavailable 503 (StorageUnavailable (LeaseLapsed), Elsewhere,
         ObjectStoreUnavailable, ModelLoading, FunctionDrained, ModelUnusable)
@@ -151,6 +151,28 @@ class BudgetExceeded(Saturated):
 
     default_code = "budget_exceeded"
     retry = False
+
+
+class FirstTokenLate(Saturated):
+    """The first token would come later than the function's objective allows: refused before anything was spent on it.
+    `retry_after_s` is when a request like it would be taken."""
+
+    default_code = "first_token_objective"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = 1.0,
+        predicted_s: float = 0.0,
+    ) -> None:
+        super().__init__(message, param=param, code=code, retry_after_s=retry_after_s)
+        self.predicted_s = predicted_s
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), "x-stoker-first-token-s": f"{self.predicted_s:.3f}"}
 
 
 class Internal(StokerError):

@@ -75,6 +75,12 @@ class Fleet:
         """Told likewise, before."""
         self.on_slot: Callable[[str, bool], None] = lambda slot_id, anew: None
         """Told when a slot came into sight (`anew`: under another agent) or went out of it."""
+        self.is_outranked: Callable[[FunctionKey], bool] = lambda key: False
+        """Whether room that is becoming free is kept for another function."""
+        self.on_no_room: Callable[[FunctionKey, int, int], None] = lambda key, count, waiting: None
+        """Told of a function that found no room for so many replicas, and how many requests wait for them."""
+        self.may_clear: Callable[[FunctionKey, tuple[str, ...]], bool] = lambda key, victims: True
+        """Whether these replicas may end together for a function."""
         self.on_victim: Callable[[str, str], None] = lambda replica_id, reason: None
         """Told of a replica that has to end for another, and why."""
         self.is_closed: Callable[[str], bool] = lambda slot_id: False
@@ -139,11 +145,18 @@ class Fleet:
     def place(self, spec: ReplicaSpec, *, count: int = 1, waiting: int = 0) -> Placement | None:
         """The slot where a new replica would be ready soonest; those that were only just asked for count. Where others
         have to go for it, they are told to, and there is no room until they have."""
+        key = (spec.tenant, spec.function)
+        if self.is_outranked(key):
+            return None
         placement = self.placing.place(self.placing.work(spec, waiting=waiting), count, spec.options.device)
-        if placement is None or not placement.victims:
+        if placement is not None and not placement.victims:
             return placement
-        for replica_id in placement.victims:
-            self.on_victim(replica_id, f"makes room for {spec.function}")
+        self.on_no_room(key, count, waiting)
+        if placement is not None and self.may_clear(key, placement.victims):
+            for replica_id in placement.victims:
+                own = self.replicas[replica_id].spec.tenant == spec.tenant
+                why = f"makes room for {spec.function}" if own else "its devices are another tenant's share"
+                self.on_victim(replica_id, why)
         return None
 
     def start_replica(self, placement: Placement, spec: ReplicaSpec) -> None:

@@ -29,6 +29,9 @@ DEMAND_WINDOW_NS: Final = 15_000_000_000
 GAPS_KEPT: Final = 64
 UNMEASURED: Final = (0.05, 500.0)
 """Seconds of a step and tokens a second of prefill, until they were measured."""
+DEFERRED_KEPT: Final = 4096
+DEFERRED_S: Final = 120.0
+"""Clients obey no longer `Retry-After`."""
 
 
 class Seat:
@@ -114,6 +117,9 @@ class Lane:
         self.entering_bytes = 0
         self.seats: dict[str, Seat] = {}
         self.generation = 0
+        self.refused = 0
+        """Requests that were refused early, ever."""
+        self._deferred_s: deque[float] = deque(maxlen=DEFERRED_KEPT)
         self.gaps_s: deque[float] = deque(maxlen=GAPS_KEPT)
         self.created_s = time.monotonic()
         self._active_since_s: float | None = None
@@ -172,6 +178,18 @@ class Lane:
         while len(self._demand) > 1 and self._demand[1][0] <= horizon_ns:
             self._demand.popleft()
         return max((demand for _, demand in self._demand), default=0)
+
+    def defer(self, retry_after_s: float) -> None:
+        """A request was refused and told when to come back: until then it is demand that does not wait here."""
+        self.refused += 1
+        self._deferred_s.append(time.monotonic() + min(retry_after_s, DEFERRED_S))
+
+    def deferred(self) -> int:
+        """Refused requests that are yet to come back."""
+        now_s = time.monotonic()
+        while self._deferred_s and self._deferred_s[0] <= now_s:
+            self._deferred_s.popleft()
+        return len(self._deferred_s)
 
     # --- waiting ---
 
@@ -267,6 +285,26 @@ class Lane:
         return self.seats[placement.choice], placement
 
 
+class Place:
+    """In a queue, of a request that is being accepted."""
+
+    __slots__ = ("_lane", "_nbytes", "_taken")
+
+    def __init__(self, lane: Lane, nbytes: int) -> None:
+        self._lane = lane
+        self._nbytes = nbytes
+        self._taken = True
+        lane.entering += 1
+        lane.entering_bytes += nbytes
+
+    def leave(self) -> None:
+        """It waits now, has a seat, or is not accepted. Idempotent."""
+        if self._taken:
+            self._taken = False
+            self._lane.entering -= 1
+            self._lane.entering_bytes -= self._nbytes
+
+
 @dataclass(frozen=True, slots=True)
 class Room:
     """In a queue."""
@@ -347,7 +385,7 @@ class Lanes:
         return Room(waiting, sum(lane.waiting_bytes + lane.entering_bytes for lane in lanes) + nbytes)
 
     @contextmanager
-    def room(self, key: FunctionKey, identity: str, nbytes: int) -> Iterator[None]:
+    def room(self, key: FunctionKey, identity: str, nbytes: int) -> Iterator[Place]:
         """A place for a request that is being accepted; raises `Saturated` where it would wait behind too much."""
         lane = self.of(key, identity)
         need, granted = self.need(key, nbytes), self.granted(key)
@@ -361,10 +399,8 @@ class Lanes:
                 f"the requests waiting for {lane.function} may hold {self._bounds.max_bytes} bytes, over all gateways, "
                 "and do so already"
             )
-        lane.entering += 1
-        lane.entering_bytes += nbytes
+        place = Place(lane, nbytes)
         try:
-            yield
+            yield place
         finally:
-            lane.entering -= 1
-            lane.entering_bytes -= nbytes
+            place.leave()

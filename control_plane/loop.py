@@ -68,7 +68,7 @@ class ControlLoop:
         self._gateways = gateways
         self.demand = demand
         self._sender = sender
-        self._observation = Observation(serving, dispatcher, fleet, seating, demand)
+        self.observation = Observation(serving, dispatcher, fleet, seating, demand)
         self._leads = False
         self._refused = Refusals(self._unusable_identity)
         self._dirty: set[FunctionKey] = set()
@@ -81,6 +81,8 @@ class ControlLoop:
         self.stopped = False
         self.parking: Parking | None = None
         """Carries out what operators have drained."""
+        self.on_decided: Callable[[FunctionKey, Revision, Decision], None] = lambda key, revision, decision: None
+        """Told of every decision, before it is carried out."""
         self.on_new_agent: Callable[[str], None] = lambda slot_id: None
         """Told of a slot that has a new agent, which knows nothing yet."""
         self.on_lead: Callable[[bool], None] = lambda leads: None
@@ -116,7 +118,7 @@ class ControlLoop:
 
     def wake(self, servable: Servable) -> None:
         """Somebody is interested but does not wait: as good as one waiting request, for one start."""
-        self._observation.woken(servable.key)
+        self.observation.woken(servable.key)
         self.demand.woken(servable.key, servable.identity)
         self._dispatcher.lanes.of(servable.key, servable.identity).touch()
         self.poke(servable.key)
@@ -135,7 +137,7 @@ class ControlLoop:
         if leads != self._leads:
             self._leads = leads
             # Nothing is known of the time before: the window begins anew, and nothing ends until it has passed.
-            self._observation.begin()
+            self.observation.begin()
             self._told.clear()
             self._warm_target = -1
             self.on_lead(leads)
@@ -191,7 +193,7 @@ class ControlLoop:
             self._set_warm()
 
     def _replica_changed(self, status: ReplicaStatus, before: ReplicaStatus | None) -> None:
-        if not self._observation.note(status):
+        if not self.observation.note(status):
             return
         key = (status.spec.tenant, status.function)
         if status.state is ReplicaState.READY:
@@ -248,7 +250,7 @@ class ControlLoop:
         leads = self.leads
         if not leads and dirty:
             lanes = (lane for key in dirty for lane in self._dispatcher.lanes.of_function(key))
-            waiting = any(lane.waiting for lane in lanes) or any(map(self._observation.is_woken, dirty))
+            waiting = any(lane.waiting for lane in lanes) or any(map(self.observation.is_woken, dirty))
             self._sender.changed(waiting=waiting)
         for key in dirty:
             try:
@@ -277,7 +279,7 @@ class ControlLoop:
         if target is None:
             self._without_target(function, lanes)
             return
-        self._observation.passed_on(key)
+        self.observation.passed_on(key)
         for lane in lanes:
             if lane.identity != target.identity:
                 self._dispatcher.lanes.drop(lane)
@@ -298,7 +300,7 @@ class ControlLoop:
             return
         current = [status for status in living if status.revision == target.revision]
         old = [status for status in living if status.revision != target.revision]
-        observed = self._observation.of(key, target, lanes, current, old, self.unusable(key, target.revision))
+        observed = self.observation.of(key, target, lanes, current, old, self.unusable(key, target.revision))
         scaling = target.spec.scaling
         spec = ScalingSpec(
             min_replicas=scaling.min_replicas,
@@ -311,6 +313,7 @@ class ControlLoop:
         decision = decide(spec, observed, None, now_s)
         if decision.ask_again_s is not None:
             self._ask_again(key, decision.ask_again_s)
+        self.on_decided(key, target, decision)
         have = observed.count(Phase.READY) + observed.count(Phase.STARTING)
         rolling = any(status.state is ReplicaState.READY for status in old) and have == 0 and decision.desired == 0
         desired = 1 if rolling else decision.desired

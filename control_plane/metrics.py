@@ -91,6 +91,18 @@ class _Collector:
             for function, observed in histograms.items():
                 histogram.add_metric([function], observed.buckets(), observed.total)
             yield histogram
+        refused = CounterMetricFamily(
+            "stoker_refused_early", "Requests refused for the objective of their function", labels=["function"]
+        )
+        for function, count in context.objectives.refused.items():
+            refused.add_metric([function], count)
+        yield refused
+        preempted = CounterMetricFamily(
+            "stoker_preempted", "Replicas that ended to make room for others", labels=["function"]
+        )
+        for function, count in (context.loop.parking.preempted if context.loop.parking else {}).items():
+            preempted.add_metric([function], count)
+        yield preempted
         waiting = GaugeMetricFamily("stoker_requests_waiting", "Requests with no replica", labels=["function"])
         running = GaugeMetricFamily("stoker_requests_running", "Requests with a replica", labels=["function"])
         for function in {lane.function for lane in context.dispatcher.lanes}:

@@ -7,6 +7,7 @@ the window has to pass anew.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Final
 
 from autoscaler.decision import Observed, Phase, ReplicaView
@@ -37,6 +38,9 @@ class Observation:
         self._since_s: dict[str, tuple[ReplicaState, float]] = {}
         self._woken_s: dict[FunctionKey, float] = {}
         self._started_s = time.monotonic()
+        self.may_have: Callable[[FunctionKey], int | None] = lambda key: None
+        """Devices that a function may take besides those it has; None: any number."""
+        self.device_price: Callable[[str], float] = lambda tenant: 1.0
 
     def begin(self) -> None:
         self._started_s = time.monotonic()
@@ -104,6 +108,8 @@ class Observation:
                 woken = 1
         lane = self._dispatcher.lanes.find(key, target.identity or "")
         waiting = sum(len(lane.waiting) for lane in lanes) + with_old + elsewhere.waiting
+        # Who was refused early comes back: not to count it would hide that more replicas are needed.
+        waiting += sum(lane.deferred() for lane in lanes) + elsewhere.deferred
         own_activity_s = max((lane.last_activity_s(now_s) for lane in lanes), default=0.0)
         return Observed(
             waiting=max(waiting, woken),
@@ -116,4 +122,6 @@ class Observation:
             gaps_s=(tuple(lane.gaps_s) if lane is not None else ()) + elsewhere.gaps_s,
             complete=self._fleet.in_sight and self._demand.complete,
             unusable=unusable,
+            may_have=self.may_have(key),
+            device_price=self.device_price(key[0]),
         )

@@ -8,6 +8,7 @@ lost and is carried on all the same.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -34,6 +35,8 @@ class Parking:
         self._decisions = decisions
         self._paused: frozenset[FunctionKey] = frozenset()
         self._slots: frozenset[str] = frozenset()
+        self.preempted: Counter[str] = Counter()
+        """Replicas that made room for others, by function."""
         self.poke: Callable[[FunctionKey], None] = lambda key: None
         """Look at a function anew."""
         drains.on_change = self.apply
@@ -87,6 +90,7 @@ class Parking:
             self._dispatcher.park_seat(seat, reason, PARK_S)
         if status.state is ReplicaState.DRAINING:
             return
+        self.preempted[status.function] += 1
         self._decisions.record("preempt", status.function, replica_id, None, reason, {}, tenant=status.spec.tenant)
         self._fleet.end_replica(replica_id, PARK_S, reason)
 

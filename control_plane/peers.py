@@ -57,6 +57,8 @@ class LaneDemand(msgspec.Struct, frozen=True):
     running: tuple[tuple[str, int], ...] = ()
     """(replica, requests in flight)."""
     gaps_s: tuple[float, ...] = ()
+    deferred: int = 0
+    """Refused early, and told to come back."""
 
 
 class DemandReport(msgspec.Struct, frozen=True):
@@ -79,6 +81,8 @@ class Refusal(msgspec.Struct, frozen=True):
 class DemandAnswer(msgspec.Struct, frozen=True):
     leads: bool
     refusals: tuple[Refusal, ...] = ()
+    strict: dict[str, float] = {}
+    """Tenants that hold more than their share while others lack devices: by how much their objectives are tightened."""
 
 
 _answer: Final = msgspec.msgpack.Decoder(DemandAnswer).decode

@@ -33,9 +33,11 @@ class QueueShares:
         self._lanes = lanes
         self._bounds = bounds
         self._clock = clock
+        self.most_waiting: Callable[[FunctionKey], int] = lambda key: bounds.max_requests
+        """How many may wait for a function at all gateways together; never more than the bound."""
         self._peaks: dict[FunctionKey, Room] = {}
         """What was needed at most since the last look."""
-        self._reached: dict[FunctionKey, tuple[float, Room]] = {}
+        self._reached: dict[tuple[FunctionKey, bool], tuple[float, Room]] = {}
         """When there was last not enough left, and for what."""
         self.due: Final = asyncio.Event()
         """Much has come to wait without asking: look at once."""
@@ -46,27 +48,34 @@ class QueueShares:
         requests, nbytes = _names(key)
         return Room(self._shares.granted(requests), self._shares.granted(nbytes))
 
-    async def ensure(self, key: FunctionKey, nbytes: int) -> None:
+    async def ensure(self, key: FunctionKey, nbytes: int, *, judged: bool = True) -> None:
         """Claim what one more request needs, if it has to wait and there is not enough; whether it then fits is looked
-        at by whoever takes the place, without a pause after this."""
-        if self._enough(key, nbytes) or self._in_vain(key, nbytes):
+        at by whoever takes the place, without a pause after this. `judged`: by its function's objective, which may
+        allow fewer to wait than the bound does."""
+        if self._enough(key, nbytes) or self._in_vain(key, nbytes, judged):
             return
         async with self._shares.lock:
-            if self._enough(key, nbytes) or self._in_vain(key, nbytes):
+            if self._enough(key, nbytes) or self._in_vain(key, nbytes, judged):
                 return
             need, bounds = self._lanes.need(key, nbytes), self._bounds
-            if need.requests > bounds.max_requests or need.nbytes > bounds.max_bytes:
+            most = self._most(key) if judged else bounds.max_requests
+            if need.requests > most or need.nbytes > bounds.max_bytes:
                 return
-            ahead = Room(
-                need.requests + max(bounds.max_requests // STEPS, 1), need.nbytes + max(bounds.max_bytes // STEPS, 1)
-            )
-            await self._shares.claim(self._wants(key, ahead))
+            ahead = Room(need.requests + max(most // STEPS, 1), need.nbytes + max(bounds.max_bytes // STEPS, 1))
+            await self._shares.claim(self._wants(key, ahead, most))
             if not self._enough(key, nbytes):
-                self._reached[key] = self._clock(), need
+                self._reached[key, judged] = self._clock(), need
 
-    def _in_vain(self, key: FunctionKey, nbytes: int) -> bool:
+    def others(self, key: FunctionKey) -> int:
+        """Places that the other gateways had in its queue when this one last claimed some."""
+        return self._shares.others(_names(key)[0])
+
+    def _most(self, key: FunctionKey) -> int:
+        return max(min(self.most_waiting(key), self._bounds.max_requests), 0)
+
+    def _in_vain(self, key: FunctionKey, nbytes: int, judged: bool) -> bool:
         """No less than this was asked for a moment ago, and could not be had."""
-        at_s, less = self._reached.get(key, (float("-inf"), NOTHING))
+        at_s, less = self._reached.get((key, judged), (float("-inf"), NOTHING))
         need = self._lanes.need(key, nbytes)
         return self._clock() - at_s < AGAIN_S and need.requests >= less.requests and need.nbytes >= less.nbytes
 
@@ -76,11 +85,11 @@ class QueueShares:
         self._peaks[key] = Room(max(peak.requests, need.requests), max(peak.nbytes, need.nbytes))
         return need.requests <= granted.requests and need.nbytes <= granted.nbytes
 
-    def _wants(self, key: FunctionKey, room: Room, must: Room | None = None) -> list[Want]:
+    def _wants(self, key: FunctionKey, room: Room, most: int, must: Room | None = None) -> list[Want]:
         requests, nbytes = _names(key)
         have = must or NOTHING
         return [
-            Want(requests, min(room.requests, self._bounds.max_requests), self._bounds.max_requests, have.requests),
+            Want(requests, min(room.requests, most), most, have.requests),
             Want(nbytes, min(room.nbytes, self._bounds.max_bytes), self._bounds.max_bytes, have.nbytes),
         ]
 
@@ -94,12 +103,12 @@ class QueueShares:
                 used, granted = self._lanes.need(key, 0, more=0), self.granted(key)
                 peak = peaks.get(key, NOTHING)
                 wanted = Room(
-                    _settled(max(used.requests, peak.requests), granted.requests, self._bounds.max_requests),
+                    _settled(max(used.requests, peak.requests), granted.requests, self._most(key)),
                     _settled(max(used.nbytes, peak.nbytes), granted.nbytes, self._bounds.max_bytes),
                 )
                 more = used.requests > granted.requests or used.nbytes > granted.nbytes
                 if more or wanted != granted or not self._shares.unclear.isdisjoint(_names(key)):
-                    wants += self._wants(key, wanted, used)
+                    wants += self._wants(key, wanted, self._most(key), used)
             await self._shares.claim(wants)
         self._known = {key for key in keys if self.granted(key) != NOTHING}
 

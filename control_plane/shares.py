@@ -46,6 +46,7 @@ class Shares:
         self._database = database
         self._gateways = gateways
         self._granted: dict[str, int] = {}
+        self._others: dict[str, int] = {}
         self.lock: Final = asyncio.Lock()
         """Held over deciding and claiming: one claim of this gateway at a time."""
         self.unclear: set[str] = set()
@@ -55,6 +56,10 @@ class Shares:
 
     def granted(self, resource: str) -> int:
         return self._granted.get(resource, 0)
+
+    def others(self, resource: str) -> int:
+        """What the other gateways had of it when this one last claimed."""
+        return self._others.get(resource, 0)
 
     async def claim(self, wants: Iterable[Want]) -> Mapping[str, int]:
         """Have as much of each as there is; less than before gives the rest back at once. Under `lock`."""
@@ -67,8 +72,9 @@ class Shares:
             if want.amount < self.granted(want.resource):
                 self._granted[want.resource] = want.amount  # not to be used any more while others are told
 
-        def run(connection: Connection) -> dict[str, int]:
+        def run(connection: Connection) -> tuple[dict[str, int], dict[str, int]]:
             granted: dict[str, int] = {}
+            theirs: dict[str, int] = {}
             for want in ordered:
                 values = {"resource": want.resource, "me": me}
                 rows = connection.execute(_OTHERS, values).fetchall()
@@ -81,11 +87,17 @@ class Shares:
                 else:
                     connection.execute(_DROP, values)
                 granted[want.resource] = amount
-            return granted
+                theirs[want.resource] = others
+            return granted, theirs
 
         self.claims += 1
         self.unclear.update(want.resource for want in ordered)
-        granted = await self._database.write(run)
+        granted, theirs = await self._database.write(run)
+        for resource, amount in theirs.items():
+            if amount:
+                self._others[resource] = amount
+            else:
+                self._others.pop(resource, None)
         self.unclear.difference_update(granted)
         for resource, amount in granted.items():
             if amount:
@@ -97,6 +109,7 @@ class Shares:
     def void(self) -> None:
         """The lease had lapsed: others may have what was ours."""
         self._granted.clear()
+        self._others.clear()
 
     async def sweep(self, now_us: int) -> None:
         """Rows of gateways that are gone, and of times that are over."""

@@ -42,6 +42,14 @@ class Resources(_Part):
     """Memory a replica may use; None: what its checkpoint and KV need."""
 
 
+class Objectives(_Part):
+    """What a request may expect of a ready replica. At zero a request starts one, whatever these say."""
+
+    first_token_s: Seconds | None = None
+    """Seconds to the first token. A request that would come later is refused early (429) with the prediction; None:
+    none is."""
+
+
 class Scaling(_Part):
     min_replicas: int = Field(default=0, ge=0, le=1000)
     """Replicas kept whatever the load; 0 lets the function cost nothing while nobody calls it."""
@@ -50,6 +58,9 @@ class Scaling(_Part):
     """Requests per replica that scaling aims at."""
     max_concurrency: int = Field(default=32, ge=1, le=10_000)
     """Requests a replica takes at once; more wait."""
+    objectives: Objectives = Objectives()
+    priority: int = Field(default=0, ge=-1000, le=1000)
+    """Among the functions of a tenant: where devices are short, lower ones make room for higher."""
     keep_alive: Literal["auto"] | Annotated[float, Field(ge=0, le=30 * 86400, allow_inf_nan=False)] = "auto"
     """Seconds a replica outlives its last request; `auto` takes what the gaps between requests and the cold start make
     cheapest."""

@@ -58,7 +58,14 @@ async def _open_accounts(db: Database) -> list[ReplicaStatus]:
 
 async def _import_ahead() -> None:
     """What the first deployment and the first request need, and a start need not wait for."""
-    for module in ("control_plane.spec", "model_loader.chat", "model_loader.tokenizer", "tokenizers", "jinja2"):
+    for module in (
+        "control_plane.spec",
+        "model_loader.chat",
+        "model_loader.tokenizer",
+        "tokenizers",
+        "jinja2",
+        "numpy",
+    ):
         await asyncio.to_thread(importlib.import_module, module)
 
 

@@ -25,6 +25,7 @@ from control_plane.gateway.parsing import Endpoint, GenerationRequest, RenderOpt
 from control_plane.gateway.reading import Answer
 from control_plane.gateway.rendering import Head
 from control_plane.kv_desk import conversation_of, function_scope
+from control_plane.lanes import Place
 from control_plane.live_request import LiveRequest, Origin, TimeLimits
 from control_plane.records import NewRequest, RequestRecord, pack_tokens, unpack_tokens
 from control_plane.request_log import End, RequestLog
@@ -122,7 +123,7 @@ async def accept(
     if servable.needs_store:
         context.store.require(servable.function)
     detached = detach or key is not None or servable.on_disconnect == "detach"
-    task = asyncio.get_running_loop().create_task(_accept(context, origin, servable, key, body, detached))
+    task = asyncio.get_running_loop().create_task(_accept(context, origin, servable, key, body, detached, detach))
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
@@ -138,20 +139,34 @@ def _left_at_once(context: AppContext, done: asyncio.Task[tuple[LiveRequest | No
 
 
 async def _accept(
-    context: AppContext, origin: Origin, servable: Servable, key: str | None, body: bytes, detached: bool
+    context: AppContext,
+    origin: Origin,
+    servable: Servable,
+    key: str | None,
+    body: bytes,
+    detached: bool,
+    background: bool,
 ) -> tuple[LiveRequest | None, Answer]:
     origin = dataclasses.replace(origin, reuse=context.kv_desk.reuse(origin))
-    async with context.dispatcher.room(origin.key, origin.identity, origin.nbytes):
+    # Nobody waits for the first token of work in the background: no objective refuses it.
+    judged_tokens = None if background else len(origin.prompt)
+    async with context.dispatcher.room(origin.key, origin.identity, origin.nbytes, judged_tokens) as place:
         spent = await context.budgets.take(origin.tenant, origin.key_id, len(origin.prompt))
         with spent.unless_refused():
-            live, answer = await _accept_in_room(context, origin, servable, key, body, detached)
+            live, answer = await _accept_in_room(context, origin, servable, key, body, detached, place)
         if answer.head.request_id != origin.request_id:
             spent.put_back()  # it was another's, under the same idempotency key
         return live, answer
 
 
 async def _accept_in_room(
-    context: AppContext, origin: Origin, servable: Servable, key: str | None, body: bytes, detached: bool
+    context: AppContext,
+    origin: Origin,
+    servable: Servable,
+    key: str | None,
+    body: bytes,
+    detached: bool,
+    place: Place,
 ) -> tuple[LiveRequest | None, Answer]:
     new = NewRequest(
         id=origin.request_id,
@@ -174,6 +189,7 @@ async def _accept_in_room(
     if key is None:
         seat = context.dispatcher.take_seat(live)
         if seat is not None:
+            place.leave()
             await context.dispatcher.accept_into(live, seat, new)
             return live, answer_of(live)
     accepted = await context.journal.accept(new)

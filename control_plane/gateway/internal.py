@@ -89,7 +89,10 @@ async def demand(request: web.Request) -> web.Response:
         report = _report(await request.read())
     except msgspec.MsgspecError as error:
         raise InvalidRequest(str(error)) from None
-    return web.Response(body=_encode(context.loop.take_demand(report)))
+    answer = context.loop.take_demand(report)
+    if answer.leads:
+        answer = msgspec.structs.replace(answer, strict=context.standings.strict())
+    return web.Response(body=_encode(answer))
 
 
 def _require(context: AppContext, request: web.Request) -> None:

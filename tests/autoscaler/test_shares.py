@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
+import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoscaler.homes import Resident
+from autoscaler.room import choose_victims
 from autoscaler.shares import (
-    UNBOUNDED,
     Claim,
     Holding,
     Quota,
+    Rule,
     Standing,
     fair_shares,
     goes_before,
     make_room,
-    may_have,
-    strictness,
 )
+from autoscaler.work import Work
 
 
 def standing(tenant: str, held: int = 0, wanted: int = 0, devices: int | None = None, weight: float = 1.0) -> Standing:
@@ -74,6 +75,7 @@ tenants = st.lists(
 )
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 60), tenants)
 def test_shares_are_those_of_one_device_at_a_time(capacity: int, standings: list[Standing]) -> None:
     shares = fair_shares(capacity, standings)
@@ -81,102 +83,105 @@ def test_shares_are_those_of_one_device_at_a_time(capacity: int, standings: list
     assert sum(shares.values()) == min(capacity, sum(each.bound for each in standings))
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 40), tenants)
-def test_nobody_may_take_more_than_its_quota_or_together_more_than_there_is(
+def test_nobody_may_hold_more_than_its_quota_nor_than_its_share_while_another_has_fewer(
     capacity: int, standings: list[Standing]
 ) -> None:
+    rule, shares = Rule(tuple(standings), capacity), fair_shares(capacity, standings)
     for each in standings:
-        more = may_have(each.tenant, standings, capacity)
-        if each.quota.devices is not None and more:
-            assert each.held + more <= each.quota.devices
-    gain = sum(max(each.held, fair_shares(capacity, standings)[each.tenant]) for each in standings)
-    assert sum(each.held + may_have(each.tenant, standings, capacity) for each in standings) == gain
-
-
-def test_only_the_quota_bounds_while_nobody_lacks_devices() -> None:
-    both = [standing("a", held=3, wanted=1, devices=4), standing("b", held=1, wanted=9)]
-    assert (may_have("a", both, None), may_have("b", both, None), may_have("new", both, None)) == (
-        1, UNBOUNDED - 1, UNBOUNDED,
-    )  # fmt: skip
+        most = rule.most(each.tenant, each.quota.devices)
+        if any(other.held < shares[other.tenant] for other in standings if other is not each):
+            assert most == shares[each.tenant]
+            assert (rule.strictness(each.tenant) < 1.0) == (each.held > shares[each.tenant])
+        else:
+            assert (most, rule.strictness(each.tenant)) == (each.quota.devices, 1.0)
 
 
 def test_who_is_above_its_share_is_judged_more_strictly_while_another_lacks_devices() -> None:
-    short = [standing("a", held=6, wanted=8), standing("b", held=2, wanted=8)]
-    assert strictness("a", short, 8) == pytest.approx(4 / 6)
-    assert strictness("b", short, 8) == 1.0
-    assert strictness("a", short, None) == 1.0
-    content = [standing("a", held=6, wanted=8), standing("b", held=2, wanted=2)]
-    assert strictness("a", content, 8) == 1.0
+    short = Rule((standing("a", held=6, wanted=8), standing("b", held=2, wanted=8)), 8)
+    assert short.strictness("a") == pytest.approx(4 / 6)
+    assert short.strictness("b") == 1.0
+    content = Rule((standing("a", held=6, wanted=8), standing("b", held=2, wanted=2)), 8)
+    assert content.strictness("a") == 1.0
 
 
-# --- making room ---------------------------------------------------------------------------------------------------
+# --- making room -----------------------------------------------------------------------------------------------------
 
 
-def holding(name: str, tenant: str = "a", function: str = "", **more: object) -> Holding:
-    values: dict[str, object] = {"slot_id": "s", "devices": 1, **more}
-    return Holding(name, (tenant, function or f"fn-{name}"), **values)  # type: ignore[arg-type]
+def resident(name: str, tenant: str = "a", function: str = "", **more: object) -> Resident:
+    return Resident(name, function or f"fn-{name}", tenant, **more)  # type: ignore[arg-type]
 
 
-def taken(claim: Claim, holdings: list[Holding], standings: list[Standing], **more: bool) -> list[str] | None:
-    room = make_room(claim, holdings, standings, sum(each.devices for each in holdings), **more)
-    return None if room is None else [each.replica_id for each in room.victims]
+def work(tenant: str = "a", **more: object) -> Work:
+    return Work("new", tenant, **{"waiting": 1, **more})  # type: ignore[arg-type]
 
 
-ONE = [standing("a", held=3, wanted=4)]
+ALONE = Rule((standing("a", held=3, wanted=4),), 3)
+SHORT = Rule((standing("a", held=4, wanted=4), standing("b", held=0, wanted=2)), 4)
+
+
+@pytest.mark.parametrize(
+    ("held", "asks", "goes"),
+    [
+        pytest.param(resident("r", priority=-1, in_flight=9), work(waiting=0), True, id="a lower priority"),
+        pytest.param(resident("r", priority=1), work(), False, id="a higher one never"),
+        pytest.param(resident("r"), work(), True, id="an idle equal, for somebody who waits"),
+        pytest.param(resident("r"), work(waiting=0), False, id="an equal not for a forecast"),
+        pytest.param(resident("r", in_flight=1), work(), False, id="an equal that works"),
+        pytest.param(resident("r", loss_s=40.0), work(), False, id="an equal that costs more than it gives"),
+        pytest.param(resident("r", priority=-1, loss_s=math.inf), work(), False, id="what its function must have"),
+        pytest.param(resident("r", priority=-1, starting=True), work(), False, id="what starts never"),
+        pytest.param(resident("r", function="new", priority=-1), work(), False, id="the same function never"),
+    ],
+)
+def test_within_a_tenant(held: Resident, asks: Work, goes: bool) -> None:
+    assert ALONE.may_end(held, asks) is goes
+
+
+def test_a_tenant_above_its_share_makes_room_for_one_below_whatever_the_priorities() -> None:
+    busy = resident("r", priority=5, in_flight=3)
+    assert SHORT.may_end(busy, work("b"))
+    assert not SHORT.may_end(busy, work("b", devices=3)), "it would be above its own share"
+    assert not SHORT.may_end(resident("r", "b"), work("a", priority=9))
+    even = Rule((standing("a", held=4, wanted=8), standing("b", held=4, wanted=8)), 8)
+    assert not even.may_end(busy, work("b", priority=9))
+
+
+def test_several_at_once_take_nobody_below_its_share() -> None:
+    assert SHORT.allows({"a": 2}, "b")
+    assert not SHORT.allows({"a": 3}, "b")
+    assert SHORT.allows({"a": 3}, "a")
+
+
+def holding(name: str, **more: object) -> Holding:
+    return Holding(name, ("a", f"fn-{name}"), **{"devices": 1, **more})  # type: ignore[arg-type]
+
+
+def chosen(claim: Claim, held: list[Holding], needed: int = 1) -> list[str]:
+    return [each.replica_id for each in make_room(claim, held, needed)]
 
 
 def test_lower_priority_makes_room_first_and_then_what_loses_least() -> None:
-    claim = Claim(("a", "new"), 1, priority=5)
     held = [
-        holding("r1", priority=4, in_flight=0),
+        holding("r1", priority=4),
         holding("r2", priority=1, in_flight=3, lost_s=9.0),
         holding("r3", priority=1, in_flight=3, lost_s=2.0),
     ]
-    assert taken(claim, held, ONE) == ["r3"]
+    assert chosen(Claim(("a", "new"), 1, priority=5), held) == ["r3"]
+    assert chosen(Claim(("b", "new"), 1, priority=5), held) == []
 
 
-def test_an_equal_makes_room_only_where_it_is_idle_and_somebody_waits() -> None:
-    busy, idle, kept = holding("r1", in_flight=1), holding("r2"), holding("r3", kept=True)
-    assert taken(Claim(("a", "new"), 1), [busy, kept], ONE) is None
-    assert taken(Claim(("a", "new"), 1), [busy, idle, kept], ONE) == ["r2"]
-    assert taken(Claim(("a", "new"), 1, waiting=False), [busy, idle], ONE) is None
-
-
-def test_what_is_starting_or_of_the_same_function_or_of_higher_priority_is_never_taken() -> None:
-    claim = Claim(("a", "new"), 1, priority=1)
-    held = [holding("r1", ready=False), holding("r2", function="new"), holding("r3", priority=2)]
-    assert taken(claim, held, ONE) is None
-
-
-def test_a_tenant_above_its_share_makes_room_for_one_below() -> None:
-    short = [standing("a", held=4, wanted=4), standing("b", held=0, wanted=2)]
-    held = [holding(f"r{n}", in_flight=1, lost_s=n) for n in range(4)]
-    claim = Claim(("b", "new"), 1)
-    room = make_room(claim, held, short, 4)
-    assert room is not None and [each.replica_id for each in room.victims] == ["r0"]
-    assert room.reason == ("new lacks 1 of the devices: a holds 4 of its share of 2; tenant b 0 of its share of 2")
-    even = [standing("a", held=4, wanted=8), standing("b", held=4, wanted=8)]
-    assert make_room(claim, held, even, 8) is None
-
-
-def test_all_the_devices_of_a_replica_come_from_one_slot() -> None:
-    claim = Claim(("a", "new"), 2, priority=1)
-    held = [holding("r1", slot_id="s1"), holding("r2", slot_id="s2"), holding("r3", slot_id="s2", in_flight=9)]
-    assert taken(claim, held, ONE) == ["r2", "r3"]
-
-
-def test_a_used_up_quota_is_made_room_in_by_the_tenant_itself_wherever_its_replicas_are() -> None:
-    both = [standing("a", held=2, wanted=3, devices=2), standing("b", held=9, wanted=1)]
-    held = [holding("r1", slot_id="s1"), holding("r2", slot_id="s2"), holding("r3", tenant="b")]
-    assert taken(Claim(("a", "new"), 2), held, both, of_quota=True) == ["r1", "r2"]
+def test_no_more_goes_than_has_to() -> None:
+    held = [holding("r1", lost_s=1.0), holding("r2", lost_s=2.0, devices=4), holding("r3", lost_s=3.0)]
+    assert chosen(Claim(("a", "new"), 4), held, 4) == ["r2"]
 
 
 holdings = st.lists(
     st.builds(
         Holding,
         st.uuids().map(str),
-        st.tuples(st.sampled_from("abc"), st.sampled_from(["f", "g", "h"])),
-        st.sampled_from(["s1", "s2"]),
+        st.tuples(st.sampled_from("ab"), st.sampled_from(["f", "g", "h"])),
         st.integers(1, 3),
         priority=st.integers(-1, 2),
         ready=st.booleans(),
@@ -189,65 +194,83 @@ holdings = st.lists(
 )
 claims = st.builds(
     Claim,
-    st.tuples(st.sampled_from("abc"), st.sampled_from(["f", "g", "h"])),
+    st.tuples(st.sampled_from("ab"), st.sampled_from(["f", "g", "h"])),
     st.integers(1, 3),
     st.integers(-1, 2),
     st.booleans(),
 )
+
+
+@settings(max_examples=60, deadline=None)
+@given(claims, holdings, st.integers(1, 5))
+def test_room_within_an_allowance_is_enough_and_no_more_and_is_not_taken_back(
+    claim: Claim, held: list[Holding], needed: int
+) -> None:
+    victims = make_room(claim, held, needed)
+    if not victims:
+        return
+    freed = sum(each.devices for each in victims)
+    assert freed >= needed
+    assert all(freed - each.devices < needed for each in victims), "one of them need not have gone"
+    started = Holding("new", claim.key, claim.devices, claim.priority, in_flight=1)
+    for victim in victims:
+        assert victim.ready and victim.key[0] == claim.tenant and victim.key != claim.key
+        again = Claim(victim.key, victim.devices, victim.priority)
+        rest = [started, *(each for each in held if each not in victims)]
+        assert "new" not in [each.replica_id for each in make_room(again, rest, victim.devices)]
+
+
+residents = st.lists(
+    st.builds(
+        Resident,
+        st.uuids().map(str),
+        st.sampled_from(["f", "g", "h"]),
+        st.sampled_from("abc"),
+        priority=st.integers(-1, 2),
+        in_flight=st.integers(0, 2),
+        loss_s=st.floats(0, 10),
+        starting=st.booleans(),
+    ),
+    min_size=1,
+    max_size=10,
+    unique_by=lambda each: each.replica_id,
+)
+works = st.builds(
+    Work,
+    st.sampled_from(["f", "g", "h"]),
+    st.sampled_from("abc"),
+    waiting=st.integers(0, 1),
+    priority=st.integers(-1, 2),
+)
 wants = st.fixed_dictionaries({tenant: st.integers(0, 12) for tenant in "abc"})
 
 
-def standings_of(holdings: list[Holding], wanted: dict[str, int]) -> list[Standing]:
-    held = {tenant: sum(each.devices for each in holdings if each.tenant == tenant) for tenant in "abc"}
-    return [Standing(tenant, held[tenant], wanted[tenant]) for tenant in "abc"]
+def rule_of(there: list[Resident], wanted: dict[str, int]) -> Rule:
+    held = {tenant: sum(each.tenant == tenant for each in there) for tenant in "abc"}
+    return Rule(tuple(Standing(tenant, held[tenant], wanted[tenant]) for tenant in "abc"), len(there))
 
 
-@given(claims, holdings, wants, st.booleans())
-def test_room_is_enough_and_no_more_and_takes_nobody_below_its_share(
-    claim: Claim, held: list[Holding], wanted: dict[str, int], of_quota: bool
+@settings(max_examples=60, deadline=None)
+@given(works, residents, wants)
+def test_what_placement_takes_by_the_rule_is_nobodys_share_and_is_not_taken_back(
+    asks: Work, there: list[Resident], wanted: dict[str, int]
 ) -> None:
-    standings = standings_of(held, wanted)
-    capacity = sum(each.devices for each in held)
-    room = make_room(claim, held, standings, capacity, of_quota=of_quota)
-    if room is None:
+    rule = rule_of(there, wanted)
+    victims = choose_victims(there, 1, asks, rule.may_end)
+    if not victims:
         return
-    shares = fair_shares(capacity, standings)
-    freed = sum(each.devices for each in room.victims)
-    assert freed >= claim.devices
-    assert all(freed - each.devices < claim.devices for each in room.victims), "one of them need not have gone"
-    assert of_quota or len({each.slot_id for each in room.victims}) == 1
-    for victim in room.victims:
-        assert victim.ready and victim.key != claim.key
-        if victim.tenant == claim.tenant:
-            assert victim.priority < claim.priority or (victim.idle and claim.waiting)
-            assert victim.priority <= claim.priority
-        else:
-            assert not of_quota
-    for each in standings:
-        gone = sum(victim.devices for victim in room.victims if victim.tenant == each.tenant)
-        if each.tenant != claim.tenant and gone:
-            assert each.held - gone >= shares[each.tenant]
-
-
-@given(claims, holdings, wants)
-def test_what_was_taken_is_not_taken_back(claim: Claim, held: list[Holding], wanted: dict[str, int]) -> None:
-    """A victim that claims its devices again gets none of what they made room for, unless it is now idle."""
-    standings, capacity = standings_of(held, wanted), sum(each.devices for each in held)
-    room = make_room(claim, held, standings, capacity)
-    if room is None:
-        return
-    started = Holding("new", claim.key, "s1", claim.devices, claim.priority, in_flight=1)
-    rest = [each for each in held if each not in room.victims]
-    for victim in room.victims:
-        after = [dataclasses.replace(started, slot_id=victim.slot_id), *rest]
-        again = Claim(victim.key, victim.devices, victim.priority)
-        back = make_room(again, after, standings_of(after, wanted), capacity)
-        assert back is None or "new" not in [each.replica_id for each in back.victims]
+    (victim,) = victims
+    if victim.tenant != asks.tenant:
+        assert rule.held[victim.tenant] - 1 >= rule.shares[victim.tenant]
+        assert rule.held[asks.tenant] + 1 <= rule.shares[asks.tenant]
+    new = Resident("new", asks.function, asks.tenant, asks.priority, in_flight=1)
+    after = [new, *(each for each in there if each is not victim)]
+    again = Work(victim.function, victim.tenant, waiting=1, priority=victim.priority)
+    assert not rule_of(after, wanted).may_end(new, again)
 
 
 def test_who_lacks_of_its_share_goes_before_who_does_not_and_priority_decides_within_a_tenant() -> None:
-    short = [standing("a", held=4, wanted=5), standing("b", held=0, wanted=2)]
     a, b = Claim(("a", "f"), 1, priority=9), Claim(("b", "g"), 1)
-    assert goes_before(b, a, short, 4) and not goes_before(a, b, short, 4)
+    assert goes_before(b, a, SHORT) and not goes_before(a, b, SHORT)
     low = Claim(("a", "g"), 1, priority=1)
-    assert goes_before(a, low, short, 4) and not goes_before(low, a, short, 4)
+    assert goes_before(a, low, SHORT) and not goes_before(low, a, SHORT)

@@ -68,11 +68,11 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
     parts = SimpleNamespace(db=database, keys=keys, functions=functions, dispatcher=dispatcher)
     allowed = ("pypi://*", "hf://*", f"file://{tmp_path}/allowed/*")
     parts.journal, parts.settings = journal, Settings(tmp_path, models=ModelSettings(allowed=allowed))
-    parts.fleet = SimpleNamespace(slots={}, living=list)
+    parts.fleet = SimpleNamespace(slots={})
     gateways = Gateways(database, "gw-1", GatewaySettings(), alone=True)
     parts.gateways, parts.quotas = gateways, Quotas(database)
     serving = Serving(functions, dispatcher, QueueSettings())
-    parts.standings = Standings(cast(Any, parts.fleet), serving, parts.quotas)
+    parts.standings = Standings(serving, parts.quotas)
     parts.budgets = Budgets(database, Shares(database, gateways))
     parts.kv_index, parts.kv_collection = KvIndex(database), None
     context = cast(AppContext, parts)

@@ -315,3 +315,21 @@ async def test_what_an_adopter_takes_over_fills_the_queue_for_everybody(town: To
     for task in more:
         task.cancel()
     await asyncio.gather(*more, return_exceptions=True)
+
+
+async def test_places_that_an_objective_allows_are_one_bound_over_all_gateways_too(two: tuple[Queue, Queue]) -> None:
+    for queue in two:
+        queue.queue.most_waiting = lambda key: 20
+    taken = await asyncio.gather(*(queue.enter_all(20) for queue in two))
+    assert 18 <= sum(taken) <= 20
+    second = two[1]
+    await second.enter()
+    assert second.queue.others(KEY) == two[0].shares.granted("queue/default/fn/requests")
+    # The objective allows less now: nothing more is had, and what waits already is written down all the same.
+    for queue in two:
+        queue.queue.most_waiting = lambda key: 5
+        await queue.queue.settle()
+    assert [await queue.enter() for queue in two] == [False, False]
+    # Work that no objective judges has the whole bound.
+    await second.queue.ensure(KEY, 10, judged=False)
+    assert await second.enter()
