@@ -118,17 +118,20 @@ def _own(
     data_dir: Path | None, url: str | None, asked: Asked, advance: Callable[[str], None]
 ) -> tuple[Trace, tuple[SimFunction, ...]]:
     from control_plane.simulation.journal import from_journal
+    from control_plane.simulation.measured import write_measured
     from control_plane.simulation.own_traffic import write_own_traffic
 
     own = from_journal(connect(data_dir, url), 7.0 if asked.days is None else asked.days, advance)
     if asked.export is not None:
         write_own_traffic(asked.export, own.trace)
+        write_measured(asked.export, own.functions)
         note(f"{len(own.trace):,} requests written to {asked.export}")
     return own.trace.thinned(asked.thin, asked.seed), own.functions
 
 
 def _recorded(asked: Asked, advance: Callable[[str], None]) -> tuple[Trace, tuple[SimFunction, ...]]:
     from control_plane.simulation.formats import read
+    from control_plane.simulation.measured import with_measured
     from control_plane.simulation.rates import Rates, at_quantiles
     from control_plane.simulation.sizes import functions_of
     from control_plane.simulation.trace import together
@@ -154,9 +157,11 @@ def _recorded(asked: Asked, advance: Callable[[str], None]) -> tuple[Trace, tupl
         found = found.thinned(asked.thin, asked.seed)
         read_in.append(found.drawn(_lengths(asked), asked.seed) if isinstance(found, Rates) else found)
     trace = together(read_in)
-    functions = functions_of(
+    functions: tuple[SimFunction, ...] = functions_of(
         trace.names, trace.tenants, asked.models_b, int(asked.device_memory_gb * GB), asked.objective_s
     )
+    for path in asked.traces:
+        functions = with_measured(path, trace, functions)
     return trace, functions
 
 
@@ -197,6 +202,7 @@ def _plan(trace: Trace, functions: tuple[SimFunction, ...], asked: Asked, slots:
 
 def _told(trace: Trace, plan: Plan, asked: Asked) -> list[str]:
     """Everything a reader has to know about where the numbers come from."""
+    from control_plane.simulation.measured import beside
     from control_plane.simulation.sizes import told
 
     scored = int((trace.arrival_s >= plan.since_s).sum())
@@ -206,7 +212,8 @@ def _told(trace: Trace, plan: Plan, asked: Asked) -> list[str]:
         f"{plan.cluster.slots} slots of {plan.cluster.devices_per_slot} devices; seed {plan.seed}",
         *trace.notes,
     ]
-    return lines if asked.from_journal else [*lines, told(asked.models_b)]
+    measured = asked.from_journal or all(beside(path).exists() for path in asked.traces)
+    return lines if measured else [*lines, told(asked.models_b)]
 
 
 def _show(rows: Sequence[Row], trace: Trace, plan: Plan, asked: Asked, as_json: bool) -> None:

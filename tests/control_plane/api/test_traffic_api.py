@@ -14,8 +14,10 @@ from control_plane.errors import InvalidRequest
 from control_plane.journal import Journal, Outcome, RequestState
 from control_plane.simulation.formats import read
 from control_plane.simulation.journal import from_journal
+from control_plane.simulation.measured import beside, with_measured, write_measured
 from control_plane.simulation.own_traffic import write_own_traffic
-from control_plane.simulation.trace import Trace
+from control_plane.simulation.sizes import functions_of
+from control_plane.simulation.trace import BadTrace, Trace
 from control_plane.tenants import Role
 from tests.control_plane.api.conftest import Service
 from tests.control_plane.storage.builders import new_request, set_price, used
@@ -79,10 +81,18 @@ async def test_the_journal_is_replayed_as_it_was_and_can_be_exported(service: Se
     assert set(own.trace.output_tokens.tolist()) == {7}
     assert any("never started" in note for note in own.trace.notes)
     write_own_traffic(tmp_path / "own.csv.gz", own.trace)
+    write_measured(tmp_path / "own.csv.gz", own.functions)
     back = read(tmp_path / "own.csv.gz")
     assert isinstance(back, Trace)
     assert (back.prompt_tokens == own.trace.prompt_tokens).all()
     assert back.arrival_s + back.origin_s == pytest.approx(own.trace.arrival_s + own.trace.origin_s, abs=1e-5)
+    assumed = functions_of(back.names, back.tenants, (70.0,))
+    measured = with_measured(tmp_path / "own.csv.gz", back, assumed)
+    assert {each.name: each.service for each in measured} == {each.name: each.service for each in own.functions}
+    assert with_measured(tmp_path / "other.csv", back, assumed) == assumed
+    beside(tmp_path / "own.csv.gz").write_text('[{"name": "smol"}]')
+    with pytest.raises(BadTrace, match=r"functions\.json: not what an export writes"):
+        with_measured(tmp_path / "own.csv.gz", back, assumed)
 
 
 async def test_a_journal_without_traffic_says_so(service: Service) -> None:
