@@ -29,6 +29,7 @@ class SimReplica:
         "function",
         "heap",
         "is_ready",
+        "next_s",
         "number",
         "ready_s",
         "slot",
@@ -64,15 +65,10 @@ class SimReplica:
         self.frozen_s = begun_s
         """Until then prompts are being prefilled."""
         self.step_s = 0.0
+        self.next_s = float("inf")
+        """When the next running request ends if none is added. Until then nothing here needs to be carried forward."""
         self.context = 0
         self.busy_since_s = 0.0
-
-    def next_end_s(self) -> float:
-        """When the next running request ends if none is added; infinite: none runs."""
-        if not self.heap:
-            return float("inf")
-        at_s = self.at_s if self.at_s > self.frozen_s else self.frozen_s
-        return at_s + (self.heap[0][0] - self.steps) * self.step_s
 
     def last_end_s(self, base_s: float, per_request_s: float, per_token_s: float) -> float:
         """When the last running request ends if none is added."""

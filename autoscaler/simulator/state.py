@@ -145,6 +145,8 @@ class FunctionState:
                     self._peak = demand
                 return False
             heap = replica.heap
+            if heap:
+                self._carry(replica, now_s)
         else:
             heap = replica.heap
             if heap:
@@ -179,6 +181,7 @@ class FunctionState:
         heappush(heap, (replica.steps + (output_tokens or 1), tokens))
         step_s = self._base_s + self._per_request_s * len(heap) + self._per_token_s * replica.context
         replica.step_s = step_s
+        replica.next_s = begin_s + (heap[0][0] - replica.steps) * step_s
         waited_s = begin_s + step_s - now_s
         self.waited_s += waited_s
         self.first_token_s_sum += waited_s
@@ -192,12 +195,10 @@ class FunctionState:
 
     def refuse_last(self) -> None:
         """The request that came last is sent away."""
-        arrived_s, prompt_tokens, output_tokens, _ = self.queue.pop()
+        arrived_s = self.queue.pop()[0]
         self.refused += 1
         self.scored_refused += 1
         self._arrived_sum_s -= arrived_s
-        self.prompt_tokens_sum -= prompt_tokens
-        self.output_tokens_sum -= output_tokens
         self.settle()
 
     def advance(self, now_s: float) -> None:
@@ -207,18 +208,17 @@ class FunctionState:
             first: SimReplica | None = None
             first_s = now_s
             for replica in self.open:
-                end_s = replica.next_end_s()
-                if end_s <= first_s:
-                    first, first_s = replica, end_s
+                if replica.next_s <= first_s:
+                    first, first_s = replica, replica.next_s
             if first is None:
                 break
             self._carry(first, first_s)
             self._fill(first, first_s)
         for replica in self.open:
-            if replica.heap:
+            if replica.next_s <= now_s:
                 self._carry(replica, now_s)
         for replica in self.closed:
-            if replica.heap:
+            if replica.next_s <= now_s:
                 self._carry(replica, now_s)
 
     def opened(self, replica: SimReplica, now_s: float) -> None:
@@ -293,6 +293,7 @@ class FunctionState:
         replica.context += tokens
         heappush(heap, (replica.steps + (output_tokens or 1), tokens))
         replica.step_s = self._base_s + self._per_request_s * len(heap) + self._per_token_s * replica.context
+        replica.next_s = begin_s + (heap[0][0] - replica.steps) * replica.step_s
         waited_s = begin_s + replica.step_s - arrived_s
         self.first_token_s_sum += waited_s
         if number >= self.scored_from:
@@ -312,6 +313,7 @@ class FunctionState:
             target, tokens = heap[0]
             end_s = at_s + (target - steps) * step_s
             if end_s > now_s:
+                replica.next_s = end_s
                 if now_s > at_s:
                     steps += (now_s - at_s) / step_s
                     at_s = now_s
@@ -322,6 +324,7 @@ class FunctionState:
             self._ended_sum_s += end_s
             self.running -= 1
             if not heap:
+                replica.next_s = NEVER
                 if end_s > self.last_end_s:
                     self.last_end_s = end_s
                 begin_s = replica.busy_since_s

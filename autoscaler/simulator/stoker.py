@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Final
 
+from autoscaler.admission import Load, Server, judge, line_up
 from autoscaler.choosing import Choosing
 from autoscaler.decision import Decision, Observed, Phase, Reason, ReplicaView, ScalingSpec
 from autoscaler.forecast import Costs, Forecast
@@ -104,6 +105,24 @@ class Stoker(Asked):
     def on_timer(self, view: View, now_s: float) -> Wish:
         return self._wish(view, now_s)
 
+    def admits(self, view: View, prompt_tokens: int, output_tokens: int, now_s: float) -> bool:
+        """Early refusal as live. Of outputs no more is known than their mean: half of it is left of what runs."""
+        known = self._known[view.index]
+        service = known.function.service
+        prompts, outputs = self._tokens(known, view)
+        running = view.running_by_replica()
+        load = Load(
+            service,
+            tuple(
+                Server((outputs / 2,) * each, service.full_batch(round(prompts), round(outputs))) for each in running
+            ),
+            (known.start_s / 2,) * view.starting,
+            max(prompts, 1.0),
+            max(outputs, 1.0),
+        )
+        ahead = view.waiting - 1  # the one that is asked about is the last
+        return not judge(line_up(load), service, prompt_tokens, ahead, known.function.objective_s).refused
+
     def loss_s(self, view: View, now_s: float) -> float | None:
         known = self._known[view.index]
         idle_s = now_s - (now_s if view.idle_since_s is None else view.idle_since_s)
@@ -147,10 +166,7 @@ class Stoker(Asked):
     def _observed(self, known: _Known, view: View, now_s: float) -> Observed:
         times, service = view.arrival_times_s, known.function.service
         count = len(times)
-        memory = known.memory
-        prompts, outputs = memory.prompt_tokens, memory.output_tokens
-        if not prompts and count:
-            prompts, outputs = view.prompt_tokens_sum / count, view.output_tokens_sum / count
+        prompts, outputs = self._tokens(known, view)
         ready = tuple(ReplicaView("", Phase.READY, running, 0.0) for running in view.running_by_replica())
         idle_since_s = view.idle_since_s
         window_s = known.spec.scale_in_window_s
@@ -173,6 +189,14 @@ class Stoker(Asked):
             arrivals_in_60_s=count - bisect_left(times, now_s - 60.0),
             peaks=known.peaks.steps(),
         )
+
+    @staticmethod
+    def _tokens(known: _Known, view: View) -> tuple[float, float]:
+        """Means of prompts and outputs: of those remembered, or while nothing is, of those seen."""
+        memory = known.memory
+        if memory.prompt_tokens or not view.arrivals:
+            return memory.prompt_tokens, memory.output_tokens
+        return view.prompt_tokens_sum / view.arrivals, view.output_tokens_sum / view.arrivals
 
     def _measure_starts(self, known: _Known, starts_s: Sequence[float]) -> None:
         """As live: by the last ones measured; before there were any, by what is known of starts from the pool."""

@@ -59,6 +59,23 @@ def test_a_queue_that_costs_more_than_a_replica_gets_one() -> None:
     assert result.quantile_s(0.5) < 1.0
 
 
+def test_who_would_come_too_late_is_refused_at_ready_replicas_and_never_at_zero() -> None:
+    requests = [(0.0, 0, 50, 60)] * 6 + [(20.0, 0, 50, 60)] * 60
+    patient, strict = (
+        simulate(
+            make_workload(requests, [make_function(objective_s=objective_s, max_replicas=1)]), ONE,
+            Stoker(forecasts=False), 0, Prices(10.0), until_s=30.0, drain_s=1e4,
+        )
+        for objective_s in (1000.0, 5.0)
+    )  # fmt: skip
+    assert patient.functions[0].refused == 0
+    refused = strict.functions[0].refused
+    assert 0 < refused < 60
+    assert not np.isnan(strict.first_token_s[:6]).any()
+    answered = strict.first_token_s[6:][~np.isnan(strict.first_token_s[6:])]
+    assert answered.max() < 10.0 < patient.first_token_s.max()
+
+
 def test_an_idle_function_makes_room_for_one_that_is_called() -> None:
     functions = [make_function("a"), make_function("b")]
     workload = make_workload([(0.0, 0, 10, 10), (30.0, 1, 10, 10)], functions)
