@@ -27,6 +27,8 @@ from function_runtime.protocol import Progress, Tokens
 
 KEPT: Final = 128
 LENGTHS_KEPT: Final = 64
+IDENTITIES_KEPT: Final = 4
+"""Checkpoints of one function; the oldest goes."""
 FIT_S: Final = 2.0
 SAMPLES_NEEDED: Final = 8
 SPREAD: Final = 2
@@ -101,6 +103,9 @@ class ServiceTimes:
     def _of(self, key: FunctionKey, identity: str) -> _Served:
         served = self._served.get((key, identity))
         if served is None:
+            known = [each for each in self._served if each[0] == key]
+            for each in known[: max(len(known) - IDENTITIES_KEPT + 1, 0)]:
+                del self._served[each]
             served = self._served[key, identity] = _Served()
         return served
 
@@ -144,9 +149,6 @@ class ServiceTimes:
 
     def left(self, seat: Seat) -> None:
         self._before.pop(seat.replica_id, None)
-
-    def forget(self, key: FunctionKey, identity: str) -> None:
-        self._served.pop((key, identity), None)
 
     # --- what is known ---
 

@@ -9,7 +9,7 @@ import pytest
 
 from control_plane.lanes import Seat
 from control_plane.live_request import LiveRequest
-from control_plane.service_times import FIT_S, LENGTHS_KEPT, ServiceTimes, token_s
+from control_plane.service_times import FIT_S, IDENTITIES_KEPT, LENGTHS_KEPT, ServiceTimes, token_s
 from function_runtime.protocol import DeviceTime, Progress, ReplicaTime, Tokens
 
 KEY = ("default", "fn")
@@ -112,6 +112,15 @@ def test_prompts_that_are_found_and_not_computed_are_told_apart(replica: Replica
     replica.times.ended(live)
     assert replica.times.computed_share(KEY, "id") == 0.25
     assert replica.times.means(KEY, "id") == (250.0, 20.0)
+
+
+def test_checkpoints_of_a_function_that_went_are_forgotten(replica: Replica) -> None:
+    live = replica.request(10)
+    for number in range(IDENTITIES_KEPT + 2):
+        live.origin.identity = f"id-{number}"
+        live.log.last_seq = 1
+        replica.times.ended(live)
+    assert [identity for _, identity in replica.times._served] == [f"id-{number}" for number in range(2, 6)]
 
 
 def test_lengths_of_answers_are_those_of_the_last_and_in_order(replica: Replica) -> None:
