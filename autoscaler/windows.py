@@ -311,25 +311,32 @@ class History:
             raise ValueError(f"{since_s} to {until_s} are no whole windows of {length_s} s")
         if since_s < self._spans[length_s].until_s:
             raise ValueError(f"windows from {since_s} on come before what there is already")
-        table = np.zeros((steps, len(COLUMNS)))
+        self.put(length_s, np.round(since_s + length_s * np.arange(steps)), columns)
+        for resolution in RESOLUTIONS_S:
+            if resolution >= length_s:
+                self._spans[resolution].cover(since_s, until_s)
+
+    def put(self, length_s: int, starts_s: npt.ArrayLike, columns: Mapping[str, npt.ArrayLike]) -> None:
+        """What is known of some windows, in order; which times were watched is said apart (`observed`). Raises
+        ValueError for what `add` would refuse."""
+        starts = np.asarray(starts_s, dtype=np.float64)
+        table = np.zeros((len(starts), len(COLUMNS)))
         for name, given in columns.items():
             table[:, _COLUMN[name]] = given
         if not np.isfinite(table).all() or (table < 0).any():
             raise ValueError("windows hold finite numbers from 0 on")
         table[:, _MEAN] *= length_s
-        starts = np.round(since_s + length_s * np.arange(steps)).astype(np.int64)
         busy = table.any(axis=1)
+        table, starts = table[busy], starts[busy]
         for resolution in RESOLUTIONS_S:
-            if resolution < length_s:
+            if resolution < length_s or not len(starts):
                 continue
-            self._spans[resolution].cover(since_s, until_s)
-            rows, numbers = self._rows[resolution], starts[busy] // resolution
-            kept = numbers > (starts[-1] // resolution if steps else 0) - CAPACITY[resolution]
-            values = table[busy][kept]
+            rows, numbers = self._rows[resolution], np.floor(starts / resolution).astype(np.int64)
+            kept = numbers > numbers[-1] - CAPACITY[resolution]
             unique, where = np.unique(numbers[kept], return_inverse=True)
             merged = np.zeros((len(unique), len(COLUMNS)))
-            np.add.at(merged[:, :_SUMS], where, values[:, :_SUMS])
-            np.maximum.at(merged[:, _SUMS:], where, values[:, _SUMS:])
+            np.add.at(merged[:, :_SUMS], where, table[kept, :_SUMS])
+            np.maximum.at(merged[:, _SUMS:], where, table[kept, _SUMS:])
             for number, row in zip(unique, merged, strict=True):
                 into = rows.row(int(number))
                 into[:_SUMS] += row[:_SUMS]
@@ -384,6 +391,10 @@ class History:
         first = max(bisect_right(self._gap_starts, start_s), len(self._gap_starts) - GAPS_KEPT)
         return list(zip(self._gap_starts[first:], self._gap_lengths[first:], strict=True))
 
+    def last_gaps(self, count: int) -> tuple[float, ...]:
+        """Lengths of the last few, without an array."""
+        return tuple(self._gap_lengths[-count:])
+
     def arrivals(self, resolution_s: int, since_s: float, until_s: float) -> tuple[Seconds, Values]:
         """Starts of the windows between, and the requests that came in each; NaN where nobody watched."""
         return self.series("arrivals", resolution_s, since_s, until_s)
@@ -412,6 +423,16 @@ class History:
             return float(column.max(initial=0.0))
         total = float(column.sum())
         return total / ((end - first) * resolution_s) if name == "mean_concurrency" and end > first else total
+
+    def window_at(self, resolution_s: int, start_s: float) -> Window | None:
+        """What was seen within a window, not scaled up for what was not; None: nothing happened."""
+        rows, number = self._rows[resolution_s], math.floor(start_s / resolution_s)
+        place = int(np.searchsorted(rows.numbers[: rows.count], number))
+        if place == rows.count or rows.numbers[place] != number:
+            return None
+        values = dict(zip(COLUMNS, rows.values[place].tolist(), strict=True))
+        values["mean_concurrency"] /= resolution_s
+        return Window(number * resolution_s, resolution_s, **values)
 
     # --- keeping ---
 

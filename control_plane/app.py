@@ -50,11 +50,13 @@ from control_plane.kv_index import KvIndex
 from control_plane.lanes import FunctionKey
 from control_plane.ledger import Ledger
 from control_plane.live_request import LiveRequest
+from control_plane.load_store import LoadStore
 from control_plane.loop import ControlLoop
 from control_plane.metrics import Metrics
 from control_plane.moving import Moves
 from control_plane.object_store import StoreWatch
 from control_plane.objectives import Objectives
+from control_plane.observations import Observations
 from control_plane.parking import Parking
 from control_plane.peers import Peers
 from control_plane.placing import Placing
@@ -144,13 +146,18 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
     prompts = PromptMakers()
     importing = Importing(settings, functions, fleet, prompts)
     serving.import_again = importing.again
-    demand = Demand(dispatcher.lanes, gateways)
+    demand = Demand(dispatcher.lanes, gateways, dispatcher.load)
+    observations = Observations(dispatcher.load, gateways, functions, LoadStore(db, gateway_id))
     sender = DemandSender(demand, gateways, peers)
-    loop = ControlLoop(settings, functions, serving, dispatcher, fleet, seating, decisions, gateways, demand, sender)
+    loop = ControlLoop(
+        settings, functions, serving, dispatcher, fleet, seating, decisions, gateways, demand, sender, observations
+    )
     _tell_placing(fleet.placing, seating, functions)
     fleet.placing.on_room = loop.poke
     slot_scaling = SlotScaling(fleet, slots, decisions, settings.slot.hold_s, lambda: loop.leads)
     predicted = Predicted(functions, fleet)
+    predicted.forecast = loop.forecasting.of
+    loop.observation.service = dispatcher.service_times.model
     fleet.placing.load, fleet.placing.expected = predicted.load, predicted.expected
     fleet.placing.context_tokens, slot_scaling.expected = predicted.context_tokens, predicted.replicas
     moves = Moves(fleet, slots, decisions, lambda: loop.leads, loop.end_replica)
@@ -317,6 +324,10 @@ async def close_context(context: AppContext) -> None:
     await context.kv_desk.close()
     await context.seating.close()
     await context.fleet.close(end_agents=False, grace_s=0.0)
+    try:
+        await context.loop.observations.keep(whole=True)
+    except StokerError as error:
+        logger.warning("event=load_not_kept error=%s", error)
     await context.decisions.close()
     await context.store.close()
     context.sender.close()

@@ -132,6 +132,19 @@ class Decisions:
         rows = await self._database.read(run)
         return [_decision(row) for row in reversed(rows)]
 
+    async def restarts(self, since_us: int) -> list[tuple[str, str, int]]:
+        """(tenant, function, when) of the starts since then that followed a stop, oldest first."""
+        await self.flush()
+
+        def run(connection: Connection) -> list[Any]:
+            return connection.execute(
+                "SELECT tenant, function, at_us, inputs FROM decisions WHERE at_us >= :since AND kind = 'start' "
+                "ORDER BY id", {"since": since_us},
+            ).fetchall()  # fmt: skip
+
+        rows = await self._database.read(run)
+        return [(row[0], row[1], row[2]) for row in rows if json.loads(row[3]).get("restart")]
+
     async def sweep(self, keep_s: float, limit: int = 1000) -> int:
         """Drop decisions older than `keep_s`, a little at a time."""
         values = {"before": time.time_ns() // 1000 - round(keep_s * 1e6), "limit": limit}

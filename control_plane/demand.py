@@ -17,6 +17,7 @@ from typing import Final
 
 from control_plane.gateways import Gateways
 from control_plane.lanes import FunctionKey, Lane, Lanes
+from control_plane.load_meter import LoadMeter
 from control_plane.peers import DemandAnswer, DemandReport, LaneDemand, Peers, Refusal
 
 REPEAT_S: Final = 1.0
@@ -45,11 +46,19 @@ class Elsewhere:
     deferred: int = 0
     running: dict[str, int] = field(default_factory=dict)
     gaps_s: tuple[float, ...] = ()
+    arrivals_in_10_s: int = 0
+    arrivals_in_60_s: int = 0
+    first_token_s: float | None = None
+    """The longest of any gateway's."""
+    token_s: float | None = None
+    waiting_tokens: int = 0
+    running_tokens: int = 0
 
 
 class Demand:
-    def __init__(self, lanes: Lanes, gateways: Gateways) -> None:
+    def __init__(self, lanes: Lanes, gateways: Gateways, load: LoadMeter) -> None:
         self._lanes = lanes
+        self._load = load
         self._gateways = gateways
         self._reports: dict[str, tuple[DemandReport, float]] = {}
         self._woken_s: dict[tuple[FunctionKey, str], float] = {}
@@ -63,10 +72,17 @@ class Demand:
     def report(self) -> DemandReport:
         now_s = time.monotonic()
         self._woken_s = {which: at_s for which, at_s in self._woken_s.items() if now_s - at_s < WOKEN_S}
-        return DemandReport(self._gateways.id, tuple(self._lane(lane, now_s) for lane in self._lanes))
+        lanes = tuple(self._lane(lane, now_s) for lane in self._lanes)
+        return DemandReport(self._gateways.id, lanes, self._load.unsent())
+
+    def told(self, until_s: float) -> None:
+        """The leader has the windows up to the one that begins then."""
+        self._load.sent(until_s)
 
     def _lane(self, lane: Lane, now_s: float) -> LaneDemand:
         tenant, function = lane.key
+        recent = self._load.recent(lane.key)
+        in_10_s, in_60_s = recent.arrivals(now_s)
         return LaneDemand(
             tenant=tenant,
             function=function,
@@ -79,6 +95,12 @@ class Demand:
             running=tuple((seat.replica_id, len(seat.in_flight)) for seat in lane.seats.values() if seat.in_flight),
             gaps_s=tuple(lane.gaps_s),
             deferred=lane.deferred(),
+            arrivals_in_10_s=in_10_s,
+            arrivals_in_60_s=in_60_s,
+            first_token_s=recent.mean_s(recent.first_tokens, now_s),
+            token_s=recent.mean_s(recent.tokens, now_s),
+            waiting_tokens=lane.waiting_tokens,
+            running_tokens=lane.running_tokens,
         )
 
     # --- what was told ---
@@ -119,6 +141,13 @@ class Demand:
                 found.woken = found.woken or lane.woken
                 found.gaps_s += lane.gaps_s
                 found.deferred += lane.deferred
+                # Arrivals are counted by function: every lane of it tells the same.
+                found.arrivals_in_10_s = max(found.arrivals_in_10_s, lane.arrivals_in_10_s)
+                found.arrivals_in_60_s = max(found.arrivals_in_60_s, lane.arrivals_in_60_s)
+                found.first_token_s = longest(found.first_token_s, lane.first_token_s)
+                found.token_s = longest(found.token_s, lane.token_s)
+                found.waiting_tokens += lane.waiting_tokens
+                found.running_tokens += lane.running_tokens
                 for replica_id, count in lane.running:
                     found.running[replica_id] = found.running.get(replica_id, 0) + count
         return found
@@ -139,6 +168,12 @@ class Demand:
             for lane in report.lanes
             if (lane.tenant, lane.function) == key and lane.waiting
         }
+
+
+def longest(one_s: float | None, other_s: float | None) -> float | None:
+    if one_s is None or other_s is None:
+        return one_s if other_s is None else other_s
+    return max(one_s, other_s)
 
 
 class Refusals:
@@ -209,6 +244,8 @@ class DemandSender:
             if answer is not None:
                 self.on_refusals(answer.refusals)
                 self.on_strict(answer.strict)
+                if answer.windows_until_s is not None:
+                    self._demand.told(answer.windows_until_s)
 
     async def _send(self) -> DemandAnswer | None:
         url = self._gateways.url_of(self._gateways.leader)

@@ -131,6 +131,8 @@ class FunctionStore:
         self._by_model: dict[tuple[str, str], Function] = {}
         self._subscribers: list[Subscriber] = []
         self._changes = Changes()
+        self.check: Callable[[FunctionSpec, Function], None] = lambda spec, before: None
+        """Refuses what is known not to work of a spec that takes another's place."""
 
     # --- looking up -------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 
 from autoscaler.placement import Placement, ReplicaHome, place_request
 from control_plane.errors import Saturated
-from control_plane.live_request import LiveRequest
+from control_plane.live_request import RECORD_BYTES, TOKEN_BYTES, LiveRequest
 from control_plane.prefixes import Prefixes, chain_of
 from control_plane.replica_link import ReplicaLink
 from control_plane.settings import QueueSettings
@@ -143,6 +143,17 @@ class Lane:
     @property
     def in_flight(self) -> int:
         return sum(len(seat.in_flight) for seat in self.seats.values())
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Of prompts."""
+        return (self.waiting_bytes - len(self.waiting) * RECORD_BYTES) // TOKEN_BYTES
+
+    @property
+    def running_tokens(self) -> int:
+        """Of prompts and answers so far."""
+        running = (request for seat in self.seats.values() for request in seat.in_flight.values())
+        return sum(len(request.origin.prompt) + request.received for request in running)
 
     @property
     def demand(self) -> int:

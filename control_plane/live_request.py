@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 
 NO_REUSE: Final = Reuse()
+TOKEN_BYTES: Final = 8
+RECORD_BYTES: Final = 2048
 
 
 class Phase(enum.Enum):
@@ -131,7 +133,7 @@ class Origin:
     @property
     def nbytes(self) -> int:
         """What waiting costs in memory, roughly: eight bytes a token and the record."""
-        return 8 * len(self.prompt) + 2048
+        return TOKEN_BYTES * len(self.prompt) + RECORD_BYTES
 
 
 class LiveRequest:

@@ -71,6 +71,39 @@ class _Open:
         ended_output_tokens_sq: float
 
 
+class Recent:
+    """Of one function: arrivals by the second, and the last times to first tokens and between tokens."""
+
+    __slots__ = ("_counts", "_second", "first_tokens", "tokens")
+
+    def __init__(self) -> None:
+        self._counts = [0] * 60
+        self._second = 0
+        self.first_tokens: deque[tuple[float, float]] = deque(maxlen=64)
+        """(when, seconds) of requests that found a ready replica."""
+        self.tokens: deque[tuple[float, float]] = deque(maxlen=64)
+
+    def arrived(self, now_s: float) -> None:
+        self._turn(int(now_s))
+        self._counts[int(now_s) % 60] += 1
+
+    def _turn(self, second: int) -> None:
+        for passed in range(max(self._second + 1, second - 59), second + 1):
+            self._counts[passed % 60] = 0
+        self._second = max(self._second, second)
+
+    def arrivals(self, now_s: float) -> tuple[int, int]:
+        """Within the last 10 s and 60 s."""
+        self._turn(int(now_s))
+        return sum(self._counts[(self._second - ago) % 60] for ago in range(10)), sum(self._counts)
+
+    @staticmethod
+    def mean_s(measured: deque[tuple[float, float]], now_s: float) -> float | None:
+        """Of the last minute's."""
+        lately = [seconds for at_s, seconds in measured if now_s - at_s < 60.0]
+        return sum(lately) / len(lately) if lately else None
+
+
 class LoadMeter:
     def __init__(self, monotonic: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time) -> None:
         self._monotonic = monotonic
@@ -82,6 +115,7 @@ class LoadMeter:
         self._good = True
         """False: the open window began with a jump, and part of it is missing."""
         self._unsent: deque[ClosedWindow] = deque(maxlen=KEPT)
+        self._recent: dict[FunctionKey, Recent] = {}
         self._counted: dict[str, int] = {}
         """Tokens of live requests that earlier windows have counted."""
         self.objective_s: dict[FunctionKey, float] = {}
@@ -97,6 +131,12 @@ class LoadMeter:
         if found is None:
             found = self._open[key] = _Open()
             found.since_s = self._monotonic()
+        return found
+
+    def recent(self, key: FunctionKey) -> Recent:
+        found = self._recent.get(key)
+        if found is None:
+            found = self._recent[key] = Recent()
         return found
 
     # --- what the dispatcher tells ---
@@ -142,6 +182,7 @@ class LoadMeter:
     def arrived(self, request: LiveRequest) -> None:
         window = self._of(request.origin.key)
         window.arrivals += 1
+        self.recent(request.origin.key).arrived(self._monotonic())
         window.prompt_tokens += len(request.origin.prompt)
 
     def refused(self, key: FunctionKey) -> None:
@@ -149,6 +190,7 @@ class LoadMeter:
         window = self._of(key)
         window.arrivals += 1
         window.refused += 1
+        self.recent(key).arrived(self._monotonic())
 
     def first_token(self, request: LiveRequest) -> None:
         seconds = (time.monotonic_ns() - request.accept_ns) / 1e9
@@ -156,6 +198,8 @@ class LoadMeter:
         window.first_token_s_sum += seconds
         window.first_token_count += 1
         window.first_token_s_max = max(window.first_token_s_max, seconds)
+        if not request.stages.cold_start_us:
+            self.recent(request.origin.key).first_tokens.append((self._monotonic(), seconds))
         objective_s = self.objective_s.get(request.origin.key)
         if objective_s is not None and seconds > objective_s:
             window.late += 1
@@ -170,8 +214,10 @@ class LoadMeter:
         window.ended_output_tokens_sq += tokens * tokens
         window.service_s_sum += (stages.load_kv_us + stages.prefill_us + stages.decode_us) / 1e6
         if tokens > 1:
-            window.token_s_sum += stages.decode_us / 1e6 / (tokens - 1)
+            token_s = stages.decode_us / 1e6 / (tokens - 1)
+            window.token_s_sum += token_s
             window.token_count += 1
+            self.recent(request.origin.key).tokens.append((self._monotonic(), token_s))
 
     def memory(self, seat: Seat, used: int, total: int) -> None:
         """Blocks of KV that a replica has in use."""
@@ -248,8 +294,3 @@ class LoadMeter:
         """The leader has everything up to the window that begins then."""
         while self._unsent and self._unsent[0].start_s <= until_s:
             self._unsent.popleft()
-
-    def now(self, key: FunctionKey) -> tuple[int, int]:
-        """(arrivals, first tokens) within the window that is open: what no closed one tells yet."""
-        window = self._open.get(key)
-        return (0, 0) if window is None else (round(window.arrivals), round(window.first_token_count))

@@ -13,32 +13,35 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from autoscaler.decision import Decision, Observed, Phase, Reason, ScalingSpec
+from autoscaler.decision import Decision, Observed, Phase, Reason
 from autoscaler.scaling import choose_victims, decide, warm_workers
 from control_plane.decisions import Decisions
-from control_plane.demand import SETTLED_S, Demand, DemandSender, Refusals
+from control_plane.demand import SETTLED_S, Demand, DemandSender
 from control_plane.dispatch import Dispatcher
-from control_plane.errors import StokerError
-from control_plane.fleet import STARTING, Fleet, new_replica_spec
-from control_plane.functions import Function, FunctionChange, FunctionStore, Revision
+from control_plane.errors import InvalidRequest
+from control_plane.fleet import GONE, STARTING, Fleet
+from control_plane.forecasting import Forecasting
+from control_plane.functions import ChangeKind, Function, FunctionChange, FunctionStore, Revision
 from control_plane.gateways import Gateways
 from control_plane.lanes import FunctionKey, Lane
 from control_plane.observation import WINDOW_S, Observation
+from control_plane.observations import Observations
 from control_plane.parking import Parking
 from control_plane.peers import DemandAnswer, DemandReport, Refusal
 from control_plane.records import OutcomeError, RequestState
 from control_plane.seating import Seating
 from control_plane.serving import Servable, Serving
 from control_plane.settings import Settings
-from control_plane.starts import StartRecord
+from control_plane.starting import Starting
 from function_runtime.protocol import ReplicaState, ReplicaStatus
+
+if TYPE_CHECKING:
+    from control_plane.spec import FunctionSpec
 
 logger = logging.getLogger(__name__)
 
-NO_ROOM_AGAIN_S: Final = 1.0
-"""Memory freed by others raises no event here: this often a start that found no room is tried again."""
 CALM_S: Final = 0.05
 """How late a change of demand that leaves nobody waiting may be seen."""
 _WELL: Final = frozenset({Reason.AT_TARGET, Reason.KEEP_ALIVE})
@@ -57,6 +60,7 @@ class ControlLoop:
         gateways: Gateways,
         demand: Demand,
         sender: DemandSender,
+        observations: Observations,
     ) -> None:
         self._settings = settings
         self._functions = functions
@@ -69,12 +73,16 @@ class ControlLoop:
         self.demand = demand
         self._sender = sender
         self.observation = Observation(serving, dispatcher, fleet, seating, demand)
+        self.observations = observations
+        self.forecasting = Forecasting(observations, functions, self.observation.idle_since_s)
+        self.forecasting.on_forecast = self.poke
         self._leads = False
-        self._refused = Refusals(self._unusable_identity)
+        self.starting = Starting(settings, serving, dispatcher, fleet, decisions, self._ask_again)
+        self.observation.loads = observations.of
+        self.observation.restarts = self.starting.restarts_of
         self._dirty: set[FunctionKey] = set()
         self._due: asyncio.Handle | None = None
         self._timers: dict[FunctionKey, asyncio.TimerHandle] = {}
-        self._starts: dict[tuple[FunctionKey, int], StartRecord] = {}
         self._calm: dict[FunctionKey, asyncio.TimerHandle] = {}
         self._told: dict[FunctionKey, str] = {}
         self._warm_target = -1
@@ -89,12 +97,13 @@ class ControlLoop:
         """Told when this gateway begins or ceases to decide."""
         sender.on_refusals = self._refusals
         dispatcher.on_demand = self._demand_changed
-        dispatcher.unusable = self._unusable_identity
+        dispatcher.unusable = self.starting.unusable_identity
         serving.wake = self.wake
         serving.unusable = self.unusable
         fleet.on_replica = self._replica_changed
         fleet.on_slot = self._slot_changed
         functions.subscribe(self._function_changed)
+        functions.check = self._check
 
     # --- events ---
 
@@ -138,6 +147,8 @@ class ControlLoop:
             self._leads = leads
             # Nothing is known of the time before: the window begins anew, and nothing ends until it has passed.
             self.observation.begin()
+            self.observations.begin()
+            self.forecasting.begin()
             self._told.clear()
             self._warm_target = -1
             self.on_lead(leads)
@@ -163,7 +174,8 @@ class ControlLoop:
             self.poke(key)
         if not was_complete and self.demand.complete:
             self.poke_all()
-        return DemandAnswer(leads=True, refusals=tuple(self._refused.of(report)))
+        until_s = self.observations.take(report.gateway, report.windows) if report.windows else None
+        return DemandAnswer(True, tuple(self.starting.refused.of(report)), windows_until_s=until_s)
 
     def _refusals(self, refusals: tuple[Refusal, ...]) -> None:
         for refusal in refusals:
@@ -178,8 +190,29 @@ class ControlLoop:
         if self._due is not None:
             self._due.cancel()
 
+    def _check(self, spec: FunctionSpec, before: Function) -> None:
+        """Refuse objectives that a ready replica of the same model was measured not to keep."""
+        from control_plane.scaling_spec import too_fast
+
+        key = (before.tenant, before.name)
+        service = self.observation.service(key, before.current.identity or "")
+        if service is None or spec.model != before.spec.model:
+            return
+        fault = too_fast(spec.scaling.objectives, service)
+        if fault is not None:
+            param, reason = fault
+            raise InvalidRequest(f"{param}: {reason}", param=param, code="invalid_spec")
+
     def _function_changed(self, change: FunctionChange) -> None:
-        self.poke((change.function.tenant, change.function.name))
+        key = (change.function.tenant, change.function.name)
+        objective_s = change.function.spec.scaling.objectives.first_token_s
+        if objective_s is None or change.kind is ChangeKind.DELETED:
+            self._dispatcher.load.objective_s.pop(key, None)
+        else:
+            self._dispatcher.load.objective_s[key] = objective_s
+        if change.kind is ChangeKind.DELETED:
+            self.observations.forget(key)
+        self.poke(key)
         self._set_warm()
 
     def _slot_changed(self, slot_id: str, anew: bool) -> None:
@@ -193,54 +226,29 @@ class ControlLoop:
             self._set_warm()
 
     def _replica_changed(self, status: ReplicaStatus, before: ReplicaStatus | None) -> None:
+        self.starting.seen(status)
         if not self.observation.note(status):
             return
         key = (status.spec.tenant, status.function)
         if status.state is ReplicaState.READY:
-            self._start_record(key, status.revision).succeeded()
+            self.starting.record(key, status.revision).succeeded()
             if status.ready_us and status.created_us:
                 self._serving.note_start(status.spec.identity, (status.ready_us - status.created_us) / 1e6)
+            if self.leads:
+                self.observations.started(status)
         elif status.state is ReplicaState.FAILED and not status.ready_us and status.error is not None:
-            self._start_failed(key, status)
+            self.starting.failed(key, status, leads=self.leads)
+        if status.state is ReplicaState.DRAINING or status.state in GONE:
+            self.starting.left(key, status)
         self._seating.replica_changed(status)
         self.poke(key)
 
-    def _start_failed(self, key: FunctionKey, status: ReplicaStatus) -> None:
-        error = status.error
-        if error is None or error.code == "agent_gone":
-            return
-        record, now_s = self._start_record(key, status.revision), time.monotonic()
-        record.failed(error, now_s)
-        if self.leads:
-            self._decisions.record(
-                "start_failed", status.function, status.replica_id, None, f"{error.code}: {error.message}",
-                {"retry": error.retry, "failures": record.failures, "pause_s": round(record.not_before_s - now_s, 3)},
-                tenant=key[0],
-            )  # fmt: skip
-        reason = record.unusable(now_s)
-        if reason:
-            lane = self._dispatcher.lanes.of(key, status.spec.identity)
-            self._dispatcher.fail_waiting(lane, OutcomeError(503, "model_unusable", reason))
-        self._ask_again(key, record.not_before_s)
-
-    def _start_record(self, key: FunctionKey, revision: int) -> StartRecord:
-        return self._starts.setdefault((key, revision), StartRecord())
-
     def start_error(self, key: FunctionKey, revision: int) -> str:
         """The last start's error, for people; empty if it went well."""
-        record = self._starts.get((key, revision))
-        return "" if record is None or record.error is None else f"{record.error.code}: {record.error.message}"
+        return self.starting.error(key, revision)
 
     def unusable(self, key: FunctionKey, revision: int) -> str:
-        record = self._starts.get((key, revision))
-        return "" if record is None else record.unusable(time.monotonic())
-
-    def _unusable_identity(self, key: FunctionKey, identity: str) -> str:
-        lane = self._dispatcher.lanes.find(key, identity)
-        if lane is not None and lane.ready:
-            return ""
-        revision = self._serving.with_identity(key, identity)
-        return "" if revision is None else self.unusable(key, revision.revision)
+        return self.starting.unusable(key, revision)
 
     # --- deciding ---
 
@@ -301,16 +309,9 @@ class ControlLoop:
         current = [status for status in living if status.revision == target.revision]
         old = [status for status in living if status.revision != target.revision]
         observed = self.observation.of(key, target, lanes, current, old, self.unusable(key, target.revision))
-        scaling = target.spec.scaling
-        spec = ScalingSpec(
-            min_replicas=scaling.min_replicas,
-            max_replicas=scaling.max_replicas,
-            target_concurrency=scaling.target_concurrency,
-            keep_alive_s=None if scaling.keep_alive == "auto" else float(scaling.keep_alive),
-            scale_in_window_s=WINDOW_S,
-        )
+        spec = target.spec.scaling.to_decide(target.spec.resources.devices, WINDOW_S)
         now_s = time.monotonic()
-        decision = decide(spec, observed, None, now_s)
+        decision = decide(spec, observed, self.forecasting.of(key), now_s)
         if decision.ask_again_s is not None:
             self._ask_again(key, decision.ask_again_s)
         self.on_decided(key, target, decision)
@@ -318,7 +319,7 @@ class ControlLoop:
         rolling = any(status.state is ReplicaState.READY for status in old) and have == 0 and decision.desired == 0
         desired = 1 if rolling else decision.desired
         if desired > have:
-            self._start(key, target, desired - have, decision)
+            self.starting.start(key, target, desired - have, decision)
         elif desired < have:
             self._end(key, target, observed, have - desired, decision)
         self._tell(key, decision, have)
@@ -327,63 +328,18 @@ class ControlLoop:
 
     # --- acting ---
 
-    def _start(self, key: FunctionKey, revision: Revision, count: int, decision: Decision | None) -> None:
-        from control_plane.spec import resolve_environment
-
-        record, now_s = self._start_record(key, revision.revision), time.monotonic()
-        if record.pausing(now_s):
-            self._ask_again(key, record.not_before_s)
-            return
-        for left in range(count, 0, -1):
-            try:
-                environment = resolve_environment(revision.spec, self._settings.data_dir)
-            except StokerError as error:
-                self._refuse(key, revision, error)
-                return
-            spec = new_replica_spec(
-                function=revision.function,
-                revision=revision.revision,
-                tenant=revision.tenant,
-                manifest_path=revision.manifest_path or "",
-                identity=revision.identity or "",
-                options=revision.spec.to_engine_options(),
-                env=environment,
-                kv_store="" if revision.spec.durability == "off" else self._settings.store_uri,
-                start_timeout_s=revision.spec.timeouts.cold_start_s,
-            )
-            waiting = decision.inputs.get("waiting") if decision is not None else 1
-            placement = self._fleet.place(spec, count=left, waiting=int(waiting or 0))
-            if placement is None:
-                self._ask_again(key, now_s + NO_ROOM_AGAIN_S)
-                return
-            self._decisions.record(
-                "start", revision.function, spec.replica_id, None,
-                decision.detail if decision is not None else "requests of an older revision wait",
-                {
-                    "slot": placement.choice,
-                    "expected_s": placement.expected_s,
-                    "runner_up": placement.runner_up,
-                    "slots": placement.inputs,
-                    **(decision.inputs if decision is not None else {}),
-                },
-                tenant=key[0],
-            )  # fmt: skip
-            self._fleet.start_replica(placement, spec)
-
-    def _refuse(self, key: FunctionKey, revision: Revision, error: StokerError) -> None:
-        outcome = OutcomeError(503, error.code, error.message)
-        identity = revision.identity or ""
-        self._refused.note(Refusal(*key, identity, error.code, error.message))
-        self._dispatcher.fail_waiting(self._dispatcher.lanes.of(key, revision.identity or ""), outcome)
-
     def _end(self, key: FunctionKey, revision: Revision, observed: Observed, count: int, decision: Decision) -> None:
         for replica_id in choose_victims(observed.replicas, count):
+            self.starting.stopped(key)
             self._drain(replica_id, revision.spec.drain_s, f"{decision.reason}: {decision.detail}")
             self._decisions.record(
                 "drain", revision.function, replica_id, None, decision.detail, decision.inputs, tenant=key[0]
             )
 
-    def _drain(self, replica_id: str, grace_s: float, reason: str) -> None:
+    def _drain(self, replica_id: str, grace_s: float, reason: str, *, meant: bool = True) -> None:
+        """`meant`: by a decision about its own function."""
+        if meant:
+            self.starting.meant(replica_id)
         seat = self._seating.seat(replica_id)
         if seat is not None:
             if not seat.accepting:
@@ -397,7 +353,7 @@ class ControlLoop:
         if status is None:
             return False
         revision = self._serving.revision((status.spec.tenant, status.function), status.revision)
-        self._drain(replica_id, revision.spec.drain_s if revision is not None else 0.0, reason)
+        self._drain(replica_id, revision.spec.drain_s if revision is not None else 0.0, reason, meant=False)
         return True
 
     def _retire_old(self, target: Revision, current: list[ReplicaStatus], old: list[ReplicaStatus]) -> None:
@@ -433,7 +389,7 @@ class ControlLoop:
                 continue
             revision = self._serving.with_identity(key, identity)
             if revision is not None:
-                self._start(key, revision, 1, None)
+                self.starting.start(key, revision, 1, None)
 
     def _end_revisionless(self, key: FunctionKey, lane: Lane) -> None:
         """Requests of a checkpoint that no revision has any more can be served by nothing."""
@@ -472,10 +428,11 @@ class ControlLoop:
     def _tell(self, key: FunctionKey, decision: Decision, have: int) -> None:
         """Recorded is what changes something, or holds something for another reason than before. That all is well is
         only news after it was not."""
-        if decision.desired == have and decision.reason in _WELL:
+        advised = decision.advised if decision.advised != decision.desired else None
+        if decision.desired == have and decision.reason in _WELL and advised is None:
             self._told.pop(key, None)
             return
-        told = f"{decision.reason}:{have}:{decision.desired}"
+        told = f"{decision.reason}:{have}:{decision.desired}:{advised}"
         if self._told.get(key) == told:
             return
         self._told[key] = told

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from control_plane.histogram import Histogram
 from control_plane.live_request import LiveRequest
 from control_plane.records import RequestState
+from control_plane.scaling_meter import scaling_families
 from control_plane.start_meter import StartMeter
 from control_plane.store_meter import StoreMeter
 
@@ -124,6 +125,7 @@ class _Collector:
         yield workers
         yield from metrics.store_meter.families(context)
         yield from metrics.start_meter.families(context)
+        yield from scaling_families(context)
         gateways = context.gateways
         yield GaugeMetricFamily("stoker_gateways", "Living gateways, this one too", value=len(gateways.peers) + 1)
         yield GaugeMetricFamily("stoker_gateway_leads", "1 where the control loop decides", value=int(gateways.leads))

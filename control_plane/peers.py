@@ -19,6 +19,7 @@ import aiohttp
 import msgspec
 
 from control_plane.gateways import Gateways
+from control_plane.load_windows import ClosedWindow
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,13 @@ class LaneDemand(msgspec.Struct, frozen=True):
     gaps_s: tuple[float, ...] = ()
     deferred: int = 0
     """Refused early, and told to come back."""
+    arrivals_in_10_s: int = 0
+    arrivals_in_60_s: int = 0
+    first_token_s: float | None = None
+    """Lately, of requests that found a ready replica."""
+    token_s: float | None = None
+    waiting_tokens: int = 0
+    running_tokens: int = 0
 
 
 class DemandReport(msgspec.Struct, frozen=True):
@@ -66,6 +74,8 @@ class DemandReport(msgspec.Struct, frozen=True):
 
     gateway: str
     lanes: tuple[LaneDemand, ...]
+    windows: tuple[ClosedWindow, ...] = ()
+    """Of load, that the leader has not said it has."""
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -83,6 +93,8 @@ class DemandAnswer(msgspec.Struct, frozen=True):
     refusals: tuple[Refusal, ...] = ()
     strict: dict[str, float] = {}
     """Tenants that hold more than their share while others lack devices: by how much their objectives are tightened."""
+    windows_until_s: float | None = None
+    """The windows it need not be told of again."""
 
 
 _answer: Final = msgspec.msgpack.Decoder(DemandAnswer).decode

@@ -86,7 +86,8 @@ class Predicted:
             scaling = function.spec.scaling
             first = max(int((now_s - forecast.made_s) / forecast.step_s), 0)
             for step, rate in enumerate((forecast.rate_high or forecast.rate)[first:]):
-                wanted = math.ceil(rate * forecast.service_s / scaling.target_concurrency - 1e-9)
+                places = scaling.target_concurrency or scaling.max_concurrency
+                wanted = math.ceil(rate * forecast.service_s / places - 1e-9)
                 together[int(step * forecast.step_s / step_s)] += min(
                     max(wanted, scaling.min_replicas), scaling.max_replicas
                 )

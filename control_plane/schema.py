@@ -450,6 +450,39 @@ _SHARED_BOUNDS: Final = Migration(
     ),
 )
 
+_LOAD: Final = Migration(
+    10,
+    "load by windows, when it was watched, and how long starts took",
+    (
+        """
+        CREATE TABLE load_windows (
+            tenant TEXT NOT NULL,
+            function TEXT NOT NULL,
+            length_s BIGINT NOT NULL,
+            start_s BIGINT NOT NULL,
+            gateway TEXT NOT NULL,
+            data {blob} NOT NULL,
+            PRIMARY KEY (tenant, function, length_s, start_s, gateway)
+        ) {clustered}""",
+        "CREATE INDEX load_windows_by_age ON load_windows (length_s, start_s)",
+        """
+        CREATE TABLE load_observed (
+            gateway TEXT NOT NULL,
+            since_s BIGINT NOT NULL,
+            until_s BIGINT NOT NULL,
+            PRIMARY KEY (gateway, since_s)
+        ) {clustered}""",
+        """
+        CREATE TABLE start_times (
+            tenant TEXT NOT NULL,
+            function TEXT NOT NULL,
+            changed_s BIGINT NOT NULL,
+            data TEXT NOT NULL,
+            PRIMARY KEY (tenant, function)
+        ) {clustered}""",
+    ),
+)
+
 _QUOTAS: Final = Migration(
     11,
     "devices that a tenant may hold at once, and its weight where they are short",
@@ -483,6 +516,7 @@ MIGRATIONS: Final[tuple[Migration, ...]] = (
     _FIRST, _SECOND, _GATEWAYS, _FOURTH, _DRAINS, _TENANT_KEYS, _TENANT_RULES,
     _BEGUN,
     _SHARED_BOUNDS,
+    _LOAD,
     _QUOTAS,
     _SLOT_PLACES,
 )  # fmt: skip

@@ -13,11 +13,12 @@ import os
 import re
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeAlias
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from control_plane.errors import InvalidRequest
+from control_plane.scaling_spec import Part, Scaling, Seconds
 from function_runtime.protocol import EngineOptions
 from model_loader.pickles import conversion, is_pickle
 
@@ -28,55 +29,15 @@ _SECRET_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 _RESERVED_ENV: Final = ("STOKER_", "LD_", "PYTHON")
 MAX_SPEC_BYTES: Final = 256 * 1024
 
-Seconds: TypeAlias = Annotated[float, Field(gt=0, le=7 * 86400, allow_inf_nan=False)]
 
-
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class Resources(_Part):
+class Resources(Part):
     devices: int = Field(default=1, ge=1, le=64)
     """Devices a replica holds; it is charged for each."""
     memory_bytes: int | None = Field(default=None, ge=1)
     """Memory a replica may use; None: what its checkpoint and KV need."""
 
 
-class Objectives(_Part):
-    """What a request may expect of a ready replica. At zero a request starts one, whatever these say."""
-
-    first_token_s: Seconds | None = None
-    """Seconds to the first token. A request that would come later is refused early (429) with the prediction; None:
-    none is."""
-
-
-class Scaling(_Part):
-    min_replicas: int = Field(default=0, ge=0, le=1000)
-    """Replicas kept whatever the load; 0 lets the function cost nothing while nobody calls it."""
-    max_replicas: int = Field(default=1, ge=1, le=1000)
-    target_concurrency: float = Field(default=8.0, gt=0, le=10_000, allow_inf_nan=False)
-    """Requests per replica that scaling aims at."""
-    max_concurrency: int = Field(default=32, ge=1, le=10_000)
-    """Requests a replica takes at once; more wait."""
-    objectives: Objectives = Objectives()
-    priority: int = Field(default=0, ge=-1000, le=1000)
-    """Among the functions of a tenant: where devices are short, lower ones make room for higher."""
-    keep_alive: Literal["auto"] | Annotated[float, Field(ge=0, le=30 * 86400, allow_inf_nan=False)] = "auto"
-    """Seconds a replica outlives its last request; `auto` takes what the gaps between requests and the cold start make
-    cheapest."""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Scaling:
-        if self.min_replicas > self.max_replicas:
-            raise ValueError(f"min_replicas ({self.min_replicas}) is above max_replicas ({self.max_replicas})")
-        if self.target_concurrency > self.max_concurrency:
-            raise ValueError(
-                f"target_concurrency ({self.target_concurrency:g}) is above max_concurrency ({self.max_concurrency})"
-            )
-        return self
-
-
-class Timeouts(_Part):
+class Timeouts(Part):
     """Each its own: none is ever used for something else."""
 
     cold_start_s: Seconds = 600.0
@@ -107,7 +68,7 @@ def _microusd(value: Any) -> Any:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-class Price(_Part):
+class Price(Part):
     device_hour_usd: Annotated[str, BeforeValidator(_microusd)] = "0"
     """Dollars per device and hour, as a decimal string with at most six decimals."""
 
@@ -116,7 +77,7 @@ class Price(_Part):
         return int(Decimal(self.device_hour_usd) * 1_000_000)
 
 
-class EngineSettings(_Part):
+class EngineSettings(Part):
     max_context_tokens: int = Field(default=0, ge=0, le=10_000_000)
     """Longest prompt and answer together; 0: the checkpoint's own limit."""
     step_tokens: int = Field(default=512, ge=16, le=65_536)
@@ -131,7 +92,7 @@ class EngineSettings(_Part):
     """Tokens of a durable KV chunk: smaller loses less at a death and writes more objects."""
 
 
-class FunctionSpec(_Part):
+class FunctionSpec(Part):
     name: str
     """RFC 1123 label, at most 40 characters; the model name clients send."""
     model: str
@@ -241,6 +202,7 @@ class FunctionSpec(_Part):
             raise ValueError(f"{self.name} is its own alias")
         if self.kv_store == "required" and self.durability == "off":
             raise ValueError("kv_store: required asks for stored KV, and durability: off stores none")
+        self.scaling.check_against(self.timeouts.first_token_s, self.timeouts.idle_s)
         both = sorted(set(self.env) & set(self.secrets))
         if both:
             raise ValueError(f"{both[0]} is in env and in secrets")

@@ -19,6 +19,7 @@ from control_plane.context import AppContext
 from control_plane.database import Connection, Database
 from control_plane.errors import StokerError
 from control_plane.fleet import GONE
+from control_plane.load_meter import WINDOW_S
 from control_plane.moving import LOOK_S as MOVES_S
 from control_plane.predicted import LOOK_S as PREDICTED_S
 from control_plane.preloading import TELL_S, Preloading
@@ -33,6 +34,12 @@ SETTLE_S: Final = 1.0
 """How long a claim on a bound of all gateways may lie unused."""
 TIDY_S: Final = 2.0
 """Pause between two looks at what has ended and can be compacted."""
+KEEP_S: Final = 20.0
+"""How late a minute of load that is over may be written down."""
+FORECAST_S: Final = 2.0
+"""Pause between two looks at which forecasts are due."""
+LATE_S: Final = 0.05
+"""How long after its end a window is closed: what was under way in that moment has been counted by then."""
 BATCHES: Final = 100
 """Most batches of one sweep."""
 MORE_S: Final = 0.2
@@ -65,6 +72,8 @@ async def _import_ahead() -> None:
         "tokenizers",
         "jinja2",
         "numpy",
+        "autoscaler.windows",
+        "autoscaler.choosing",
     ):
         await asyncio.to_thread(importlib.import_module, module)
 
@@ -85,6 +94,8 @@ class Upkeep:
             ("moves", MOVES_S, context.moves.look),
             ("predicted", PREDICTED_S, context.predicted.look),
             ("preload", TELL_S, Preloading(context).look),
+            ("keep_load", KEEP_S, self._keep_load),
+            ("forecast", FORECAST_S, self._forecast),
         ):
             self._spawn(self._every(name, pause_s, work))
         self._spawn(context.gateways.run())
@@ -95,6 +106,7 @@ class Upkeep:
             self._spawn(self._keep_shares())
         self._spawn(self._every("budgets", SETTLE_S, context.budgets.settle))
         self._spawn(self._keep_books())
+        self._spawn(self._watch_load())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.append(asyncio.get_running_loop().create_task(work))
@@ -108,6 +120,32 @@ class Upkeep:
                 await self._once("close_unseen", self.close_unseen)
             led = leads
             await self._context.gateways.moved()
+
+    async def _watch_load(self) -> None:
+        """Close each window of load when it is over, and count it or tell the leader of it."""
+        context, meter = self._context, self._context.dispatcher.load
+        observations, led = context.loop.observations, False
+        while True:
+            await asyncio.sleep(min(max(meter.ends_s - time.time(), 0.0), WINDOW_S) + LATE_S)
+            leads = context.loop.leads
+            if leads and not (led and observations.restored):
+                await self._once("restore_load", observations.restore)
+                await self._once("restore_restarts", context.loop.starting.restore)
+            led = leads
+            closed = meter.close(list(context.dispatcher.requests.values()))
+            if leads:
+                meter.sent(observations.take(context.gateways.id, meter.unsent()))
+                await self._try("settle_load", observations.settle())
+            elif closed:
+                context.sender.changed(waiting=False)
+
+    async def _keep_load(self) -> None:
+        if self._context.loop.leads:
+            await self._context.loop.observations.keep()
+
+    async def _forecast(self) -> None:
+        if self._context.loop.leads:
+            await self._context.loop.forecasting.look()
 
     async def _keep_shares(self) -> None:
         shares, gateways = self._context.queue_shares, self._context.gateways
@@ -175,8 +213,15 @@ class Upkeep:
         await self._try("sweep_requests", self._sweep_requests())
         await self._try("sweep_shares", context.shares.sweep(time.time_ns() // 1000))
         await self._try("sweep_decisions", context.decisions.sweep(retention.decision_s))
+        await self._try("sweep_load", self._sweep_load())
         await self._try("sweep_kv", context.kv_collection.sweep())
         await self._try("sweep_drains", context.drains.sweep(retention.request_s))
+
+    async def _sweep_load(self) -> None:
+        for _ in range(BATCHES):
+            if await self._context.loop.observations.sweep() == 0:
+                break
+            await asyncio.sleep(MORE_S)
 
     async def _sweep_requests(self) -> None:
         for _ in range(BATCHES):

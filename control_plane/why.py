@@ -16,6 +16,7 @@ from control_plane.decisions import Decision
 from control_plane.errors import NotFound
 from control_plane.ledger import LedgerRow
 from control_plane.records import Attempt, RequestRecord
+from control_plane.why_scaling import scaling_body
 from function_runtime.protocol import ReplicaStatus
 
 Event = dict[str, Any]
@@ -115,6 +116,7 @@ async def _function(context: AppContext, name: str, tenant: str) -> dict[str, An
             "error": None if function.current.error is None else asdict(function.current.error),
         },
         "start_error": context.loop.start_error((tenant, name), function.revision) or None,
+        "scaling": scaling_body(context, function, decisions),
         "replicas": [replica_body(context, status) for status in replicas],
         "requests": [
             {"request_id": r.id, "state": r.state.value, "created_us": r.created_us, "tokens": r.last_seq}

@@ -18,6 +18,8 @@ STAGE_TITLES: Final = {
     "decode_us": "decode",
     "total_us": "total",
 }
+FORECASTS_SHOWN: Final = 12
+STARTS_SHOWN: Final = 12
 SHOWN_INPUTS: Final = 6
 """Inputs of a decision on its line; --json has them all."""
 
@@ -32,7 +34,79 @@ def explain_why(data_dir: Path | None, url: str | None, what: str, as_json: bool
 
 
 def paragraphs(told: dict[str, Any]) -> list[str]:
-    return [heading(told), stages(told), attempts(told), starts(told), timeline(told), costs(told)]
+    return [
+        heading(told), scaling(told), forecasts(told), causes(told), stages(told), attempts(told), starts(told),
+        timeline(told), costs(told),
+    ]  # fmt: skip
+
+
+def scaling(told: dict[str, Any]) -> str:
+    """What is known of a function's load, and what its forecast says."""
+    known = told.get("scaling")
+    if not known:
+        return ""
+    if not known["leads"]:
+        return "scaled by another gateway, which knows more: ask the leader"
+    lines = []
+    if load := known.get("load"):
+        lines.append("arrivals in the last windows of 10 s: " + " ".join(_count(window["arrivals"]) for window in load))
+    for tier, times in known.get("start_times_s", {}).items():
+        lines.append(f"a start from {tier} takes {times['mean']:.3f} s, nine of ten at most {times['p90']:.3f} s")
+    if forecast := known.get("forecast"):
+        warm = _windows(forecast["warm_s"])
+        acts = "says" if known["mode"] == "advisory" else "acts"
+        lines.append(f"forecast: {forecast['source']} {acts}, made {forecast['made_s_ago']:.0f} s ago; {warm}")
+    ahead = known.get("started_ahead", {})
+    if any(ahead.values()):
+        lines.append(f"started ahead of need: {ahead['used']} used, {ahead['wasted']} wasted")
+    if known.get("restarts_in_hour"):
+        lines.append(f"restarts within the hour: {known['restarts_in_hour']}")
+    return "\n".join(lines)
+
+
+def forecasts(told: dict[str, Any]) -> str:
+    """Forecast against actual, newest last."""
+    rows = [
+        (
+            time.strftime("%H:%M:%S", time.localtime(said["at_us"] / 1e6)),
+            said["source"],
+            "-" if said["expected_arrivals"] is None else f"{said['expected_arrivals']:.1f}",
+            _count(said["arrivals"]),
+            _windows(said["warm_s"]),
+            "-" if said["next_gap_s"] is None else f"{said['next_gap_s']:.1f} s",
+            {None: "-", True: "yes", False: "no"}[said["warm_at_its_end"]],
+        )
+        for said in (told.get("scaling") or {}).get("forecast_against_actual", ())[-FORECASTS_SHOWN:]
+    ]
+    head = ("TIME", "FORECAST", "EXPECTED", "CAME", "WARM", "GAP", "WARM AT ITS END")
+    return columns(head, rows, right=frozenset({2, 3})) if rows else ""
+
+
+def causes(told: dict[str, Any]) -> str:
+    """What each start was due to, newest last."""
+    rows = [
+        (
+            time.strftime("%H:%M:%S", time.localtime(start["at_us"] / 1e6)),
+            start["replica_id"] or "-",
+            (start["cause"] or "-") + (" (restart)" if start["restart"] else ""),
+            start["reason"],
+        )
+        for start in (told.get("scaling") or {}).get("starts", ())[-STARTS_SHOWN:]
+    ]
+    return columns(("TIME", "STARTED", "DUE TO", "WHY"), rows) if rows else ""
+
+
+def _count(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}"
+
+
+def _windows(warm: list[list[float | None]] | None) -> str:
+    if warm is None:
+        return "kept for as long as a start is worth"
+    if not warm:
+        return "never warm while idle"
+    said = [f"{opens:.1f} s" + (" on" if closes is None else f" to {closes:.1f} s") for opens, closes in warm]
+    return "warm after " + ", ".join(said)
 
 
 def heading(told: dict[str, Any]) -> str:

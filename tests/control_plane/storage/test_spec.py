@@ -35,6 +35,27 @@ def test_a_spec_survives_its_canonical_form() -> None:
 @pytest.mark.parametrize(
     ("given", "param", "says"),
     [
+        ({"scaling": {"objectives": {"first_token_s": 200}}}, None, "above timeouts.first_token_s"),
+        ({"scaling": {"objectives": {"token_s": 90}}}, None, "above timeouts.idle_s"),
+        ({"scaling": {"objectives": {"token_s": 0}}}, "scaling.objectives.token_s", "greater than 0"),
+        (
+            {"scaling": {"schedules": [{"cron": "0 25 * * *", "for_s": 600}]}},
+            "scaling.schedules.0.cron",
+            "no hour of a cron expression",
+        ),
+        (
+            {"scaling": {"schedules": [{"cron": "0 8 * * *", "for_s": 600, "time_zone": "Europe/Nowhere"}]}},
+            "scaling.schedules.0.time_zone",
+            "no time zone",
+        ),
+        (
+            {"scaling": {"schedules": [{"cron": "0 8 * * *", "for_s": 600, "replicas": 2}]}},
+            "scaling",
+            "schedules[0] asks for 2 replicas, above max_replicas (1)",
+        ),
+        ({"scaling": {"mode": "shadow"}}, "scaling.mode", "advisory"),
+        ({"scaling": {"waiting_weight": -1}}, "scaling.waiting_weight", "greater than or equal to 0"),
+        ({"scaling": {"restarts_per_hour": -1}}, "scaling.restarts_per_hour", "greater than or equal to 0"),
         ({"modle": "x"}, "modle", "no such field"),
         ({"name": "Smol"}, "name", "at most 40"),
         ({"name": "a" * 41}, "name", "at most 40"),
