@@ -114,6 +114,8 @@ class Observed:
     """Grows with every request accepted. A decision to go to zero holds for this generation only."""
     cold_start_s: float | None = None
     """Measured median seconds from asking for a replica to its being ready; None: never measured."""
+    cold_waiters: float = 1.0
+    """Requests that waited for a start from zero, on average lately."""
     gaps_s: tuple[float, ...] = ()
     """Lengths of the last idle gaps between activity and the next request."""
     complete: bool = True

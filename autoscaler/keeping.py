@@ -25,21 +25,31 @@ def start_s(observed: Observed) -> float:
     return ASSUMED_COLD_START_S if observed.cold_start_s is None else observed.cold_start_s
 
 
-def start_cost_s(spec: ScalingSpec, seconds: float, rate: float = 0.0, price: float = 1.0) -> float:
+def start_cost_s(
+    spec: ScalingSpec, seconds: float, rate: float = 0.0, price: float = 1.0, waiters: float = 1.0
+) -> float:
     """Device-seconds that a start in somebody's way costs: the devices while it lasts, and the waiting of the first
-    request and of those that come at `rate` before it is over (each half as long, on average)."""
-    come = min(rate * seconds / 2, _COME_MAX)
+    request and of those that come before it is over (each half as long, on average): at `rate`, or as many as such a
+    start was found to keep waiting."""
+    come = max(min(rate * seconds, _COME_MAX), waiters - 1.0) / 2
     return seconds * (spec.devices * price + spec.waiting_weight * (1.0 + come))
 
 
-def break_even_s(spec: ScalingSpec, seconds: float, rate: float = 0.0, price: float = 1.0) -> float:
+def break_even_s(
+    spec: ScalingSpec, seconds: float, rate: float = 0.0, price: float = 1.0, waiters: float = 1.0
+) -> float:
     """Seconds of idleness that cost as much as a start."""
-    kept_s = start_cost_s(spec, seconds, rate, price) / (spec.devices * price)
+    kept_s = start_cost_s(spec, seconds, rate, price, waiters) / (spec.devices * price)
     return min(max(kept_s, KEEP_ALIVE_MIN_S), KEEP_ALIVE_MAX_S)
 
 
 def keep_alive_s(
-    spec: ScalingSpec, cold_start_s: float | None, gaps_s: tuple[float, ...], rate: float = 0.0, price: float = 1.0
+    spec: ScalingSpec,
+    cold_start_s: float | None,
+    gaps_s: tuple[float, ...],
+    rate: float = 0.0,
+    price: float = 1.0,
+    waiters: float = 1.0,
 ) -> float:
     """Seconds an idle last replica is kept, by what was observed alone.
 
@@ -50,11 +60,11 @@ def keep_alive_s(
     if spec.keep_alive_s is not None:
         return spec.keep_alive_s
     seconds = ASSUMED_COLD_START_S if cold_start_s is None else cold_start_s
-    break_even = break_even_s(spec, seconds, rate, price)
+    break_even = break_even_s(spec, seconds, rate, price, waiters)
     count = len(gaps_s)
     if count < GAPS_NEEDED:
         return break_even
-    start_cost = start_cost_s(spec, seconds, rate, price) / (spec.devices * price)
+    start_cost = start_cost_s(spec, seconds, rate, price, waiters) / (spec.devices * price)
     gaps = sorted(gaps_s)
     sums = [0.0, *accumulate(gaps)]
     # Kept for a candidate, gaps that end by it cost their length, the others the candidate and a start.

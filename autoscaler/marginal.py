@@ -43,7 +43,7 @@ def worth_having(
     spec: ScalingSpec,
     observed: Observed,
     service: ServiceModel,
-    rate: float,
+    rates: tuple[float, float],
     start_s: float,
     now_s: float,
     kept_s: float,
@@ -51,11 +51,14 @@ def worth_having(
     """Replicas (ready and starting) at which the expected J is least, no fewer than there are, and what the last of
     them saves (device-seconds; 0 if none is added).
 
+    `rates`: arrivals a second expected until a start begun now is over, and after it.
+
     Worked example: one ready replica of 1 place and 10 s a request, 3 waiting, no arrivals, weight 1, a start of 20 s:
     alone they wait 10 + 20 + 30 s (fluid: 45); a second replica would come when 1 is left, saving 2.5 s of waiting for
     20 s of a device: not worth it. At a weight of 30 it saves 75 and is
     (`test_a_second_replica_is_worth_it_by_the_weight_of_waiting`).
     """
+    rate, rate_after = rates
     places, drain, prefill_s = capacity(service, observed.prompt_tokens, observed.output_tokens)
     ready = starting = free = 0
     soonest_s = start_s
@@ -81,8 +84,8 @@ def worth_having(
         left = max(queue - more * places, 0.0)
         at_once = queue - left
         replicas = have + more
-        slope = replicas * drain - rate
-        waits_s, rest = waited_s(left, rate, replicas * drain, HORIZON_S)
+        slope = replicas * drain - rate_after
+        waits_s, rest = waited_s(left, rate_after, replicas * drain, HORIZON_S)
         # Those that are taken at once are still prefilled one after another, on each replica.
         absorbed_s = at_once * at_once * prefill_s / (2 * more) if more else 0.0
         busy_s = HORIZON_S if rest > 0 else (left / slope if left else 0.0)

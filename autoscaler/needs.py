@@ -14,7 +14,7 @@ from typing import Final
 from autoscaler.decision import Observed, Reason, ScalingSpec
 from autoscaler.forecast import Forecast
 from autoscaler.keeping import spare_kept_s, start_cost_s, start_s
-from autoscaler.marginal import capacity, steady, worth_having
+from autoscaler.marginal import HORIZON_S, capacity, steady, worth_having
 
 ASSUMED_CONCURRENCY: Final = 8.0
 KV_FULL: Final = 0.95
@@ -24,7 +24,7 @@ MARGIN: Final = 0.8
 BURST_MIN: Final = 8
 """Arrivals in ten seconds below which nothing is a burst."""
 QUEUE_MIN: Final = 4
-QUEUE_LEAST_S: Final = 1.0
+QUEUE_LEAST_S: Final = 0.5
 """Of several that came at the same moment it is not said how many come in the next."""
 BURST_FACTOR: Final = 2.0
 """Of the rate before: Knative's panic threshold."""
@@ -62,21 +62,28 @@ def bursting(observed: Observed) -> bool:
     return last > BURST_FACTOR * usual and last > usual + 3.0 * math.sqrt(usual + 1.0)
 
 
-def queue_rate(observed: Observed, now_s: float) -> float:
-    """Arrivals a second since the one came who waits longest: all of them still wait. A standard deviation less than
-    what was counted, so that few say little."""
-    since_s, waiting = observed.waiting_since_s, observed.waiting
-    if since_s is None or waiting < QUEUE_MIN:
-        return 0.0
-    return (waiting - math.sqrt(waiting)) / max(now_s - since_s, QUEUE_LEAST_S)
+def expected_rates(observed: Observed, seconds: float, now_s: float) -> tuple[float, float]:
+    """Arrivals a second to expect until a start is over, and in the `HORIZON_S` after it.
 
-
-def arrival_rate(observed: Observed, now_s: float) -> float:
-    """A second, by what came lately; in a burst by its queue, which knows before ten seconds have passed."""
-    queued = queue_rate(observed, now_s)
-    if bursting(observed):
-        return max((observed.arrivals_in_10_s or 0) / 10.0, queued)
-    return max((observed.arrivals_in_60_s or 0) / 60.0, queued)
+    What came within the last t seconds goes on as what is known of it lets one expect: as long again as it has lasted,
+    and ever less after that (n arrivals in t give n ln(1 + h/t) in the next h). The most counts of what says the queue,
+    all of which came since the first of it did (a standard deviation less, so that few say little), ten seconds and
+    sixty. So a batch that came at one moment is no flood, and a flood is known before ten seconds have passed.
+    """
+    soon = later = 0.0
+    whole = seconds + HORIZON_S
+    queued, since_s = observed.waiting, observed.waiting_since_s
+    for count, age_s in (
+        (0.0 if since_s is None or queued < QUEUE_MIN else queued - math.sqrt(queued), now_s - (since_s or 0.0)),
+        (observed.arrivals_in_10_s or 0, 10.0),
+        (observed.arrivals_in_60_s or 0, 60.0),
+    ):
+        if count:
+            age_s = max(age_s, QUEUE_LEAST_S)
+            until = count * math.log1p(seconds / age_s)
+            soon = max(soon, until / max(seconds, 1e-3))
+            later = max(later, (count * math.log1p(whole / age_s) - until) / HORIZON_S)
+    return soon, later
 
 
 def needed_now(spec: ScalingSpec, observed: Observed, ready: int, starting: int, demand: int, now_s: float) -> Need:
@@ -113,16 +120,14 @@ def _by_worth(spec: ScalingSpec, observed: Observed, now_s: float) -> Need | Non
     service = observed.service
     if service is None:
         return None
-    seconds, rate = start_s(observed), arrival_rate(observed, now_s)
-    replicas, saved = worth_having(spec, observed, service, rate, seconds, now_s, spare_kept_s(spec, seconds, 0.0))
+    seconds = start_s(observed)
+    rates = expected_rates(observed, seconds, now_s)
+    replicas, saved = worth_having(spec, observed, service, rates, seconds, now_s, spare_kept_s(spec, seconds, 0.0))
     reason = Reason.PANIC if bursting(observed) else Reason.MARGINAL
     if saved <= 0:
         return Need(replicas, reason, f"one start for {observed.waiting} waiting")
-    return Need(
-        replicas,
-        reason,
-        f"{observed.waiting} wait, {rate:.2g} come a second: the last of {replicas} saves {saved:.0f} device-seconds",
-    )
+    detail = f"{observed.waiting} wait, {rates[0]:.2g} a second come: the last of {replicas} saves {saved:.0f}"
+    return Need(replicas, reason, f"{detail} device-seconds")
 
 
 def _by_tokens(spec: ScalingSpec, observed: Observed, ready: int, starting: int) -> Need | None:
@@ -286,7 +291,7 @@ def _by_rate(spec: ScalingSpec, observed: Observed, forecast: Forecast, demand: 
     if demand == 0:
         if forecast.warm is not None:
             return None  # gaps are known better than by their mean
-        worth = rate * start_cost_s(spec, seconds, rate, price) > spec.devices * price
+        worth = rate * start_cost_s(spec, seconds, rate, price, observed.cold_waiters) > spec.devices * price
         if not worth:
             return Need(0, Reason.FORECAST_FLOOR, f"{rate:.2g} a second are too few to wait for", again_s)
     if observed.service is not None:
@@ -308,18 +313,31 @@ def sustained(spec: ScalingSpec, observed: Observed, demand: int) -> int:
 
 
 def spare_until_s(spec: ScalingSpec, observed: Observed, rank: int) -> float:
-    """Until when the `rank`-th replica (from 2) is kept for the sake of demand that was seen."""
-    seconds = start_s(observed)
+    """Until when the `rank`-th replica (from 2) is kept for the sake of demand that was seen: after each peak for the
+    break-even of starting it again, had such a peak come without it.
+
+    A peak of n requests that come together is prefilled one after another on each of k replicas: n^2 p / 2k seconds of
+    waiting of all together, which the k-th takes n^2 p / 2k(k-1) of, and no more than its share of them has to wait
+    for it to start (n S / k).
+    """
+    seconds, price = start_s(observed), observed.device_price
     places = places_of(spec, observed)
-    waits_s = seconds
+    prefill_s = 0.0
     if observed.service is not None:
-        _, drain, _ = capacity(observed.service, observed.prompt_tokens, observed.output_tokens)
-        waits_s = min(seconds, 1.0 / (drain * (rank - 1)))
-    kept_s = max(spare_kept_s(spec, seconds, waits_s, observed.device_price), spec.scale_in_window_s)
+        prefill_s = observed.prompt_tokens / observed.service.prefill_tokens_per_s
     needed_above = places * (rank - 1)
-    last_s = -math.inf
+    until_s = -math.inf
     for at_s, demand in observed.peaks:
-        if demand <= needed_above:
+        if prefill_s:
+            waits_s = min(demand * demand * prefill_s / (2 * rank * (rank - 1)), demand * seconds / rank)
+        elif demand > needed_above:
+            waits_s = seconds
+        else:
             break
-        last_s = at_s
-    return last_s + kept_s
+        kept_s = spare_kept_s(spec, 0.0, waits_s, price)
+        if demand > needed_above:
+            kept_s = max(kept_s + seconds, spec.scale_in_window_s)
+        elif kept_s > seconds:
+            kept_s += seconds  # it would have been started for such a peak
+        until_s = max(until_s, at_s + kept_s)
+    return until_s

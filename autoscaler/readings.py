@@ -31,6 +31,7 @@ def fault_of(observed: Observed, now_s: float) -> str:
         and 0 <= observed.waiting_tokens < _INFINITY
         and 0 <= observed.running_tokens < _INFINITY
         and 0 <= observed.restarts_in_hour < _INFINITY
+        and 0 <= observed.cold_waiters < _INFINITY
         and 0 < observed.device_price < _INFINITY
         and -AHEAD_S <= now_s - seen_s <= LATE_S
         and not any(

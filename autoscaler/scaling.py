@@ -171,7 +171,8 @@ def _kept(spec: ScalingSpec, observed: Observed, forecast: Forecast | None) -> t
         kept_s = min(KEEP_ALIVE_MIN_S, 0.1 * start_s(observed))
         return kept_s, f"{forecast.source}: being ready does not pay now"
     rate = (observed.arrivals_in_60_s or 0) / 60.0
-    kept_s = keep_alive_s(spec, observed.cold_start_s, observed.gaps_s, rate, observed.device_price)
+    price, waiters = observed.device_price, observed.cold_waiters
+    kept_s = keep_alive_s(spec, observed.cold_start_s, observed.gaps_s, rate, price, waiters)
     return kept_s, f"kept for {kept_s:.2f} s, what a start is worth"
 
 

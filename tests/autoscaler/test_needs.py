@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autoscaler.decision import Observed, Phase, Reason, ReplicaView, ScalingSpec
 from autoscaler.marginal import steady, waited_s, worth_having
-from autoscaler.needs import bursting, queue_rate
+from autoscaler.needs import bursting, expected_rates
 from autoscaler.peaks import KEPT, Peaks
 from autoscaler.scaling import decide
 from autoscaler.service import ServiceModel
@@ -36,14 +36,17 @@ def seen(ready: int = 0, in_flight: int = 0, starting: int = 0, **more: object) 
     return Observed(**values)  # type: ignore[arg-type]
 
 
+CALM = (0.0, 0.0)
+
+
 def weighing(weight: float, **more: object) -> ScalingSpec:
     return dataclasses.replace(AUTO, waiting_weight=weight, **more)  # type: ignore[arg-type]
 
 
 def test_a_second_replica_is_worth_it_by_the_weight_of_waiting() -> None:
     queue = seen(ready=1, in_flight=1, waiting=3)
-    assert worth_having(weighing(1.0), queue, ONE_PLACE, 0.0, 20.0, NOW_S, 20.0)[0] == 1
-    replicas, saved = worth_having(weighing(30.0), queue, ONE_PLACE, 0.0, 20.0, NOW_S, 20.0)
+    assert worth_having(weighing(1.0), queue, ONE_PLACE, CALM, 20.0, NOW_S, 20.0)[0] == 1
+    replicas, saved = worth_having(weighing(30.0), queue, ONE_PLACE, CALM, 20.0, NOW_S, 20.0)
     assert replicas == 2 and saved > 0
 
 
@@ -92,10 +95,10 @@ def test_the_marginal_rule_never_takes_away_and_asks_for_more_where_waiting_weig
 ) -> None:
     observed = seen(ready=ready, in_flight=1, starting=starting, waiting=waiting)
     spec = weighing(weight, max_replicas=20)
-    replicas, saved = worth_having(spec, observed, ONE_PLACE, rate, 20.0, NOW_S, 20.0)
+    replicas, saved = worth_having(spec, observed, ONE_PLACE, (rate, rate), 20.0, NOW_S, 20.0)
     assert ready + starting <= replicas <= max(20, ready + starting)
     assert saved >= 0
-    more, _ = worth_having(weighing(2 * weight, max_replicas=20), observed, ONE_PLACE, rate, 20.0, NOW_S, 20.0)
+    more, _ = worth_having(weighing(2 * weight, max_replicas=20), observed, ONE_PLACE, (rate, rate), 20.0, NOW_S, 20.0)
     assert more >= replicas
 
 
@@ -177,13 +180,16 @@ def test_a_queue_tells_of_a_burst_before_ten_seconds_have_passed() -> None:
         spec, seen(**queue, service=MANY, prompt_tokens=1000.0, output_tokens=200.0, waiting_since_s=NOW_S - 0.5),
         None, NOW_S,
     )  # fmt: skip
-    assert blind.desired < 4 < seeing.desired
+    assert blind.desired == 1 < seeing.desired
     slow = decide(
         spec, seen(**queue, service=MANY, prompt_tokens=1000.0, output_tokens=200.0, waiting_since_s=NOW_S - 50),
         None, NOW_S,
     )  # fmt: skip
     assert slow.desired == blind.desired
-    assert queue_rate(seen(waiting=3, waiting_since_s=NOW_S), NOW_S) == 0.0, "three are no rate"
+    few, many = seen(waiting=3, waiting_since_s=NOW_S), seen(waiting=30, waiting_since_s=NOW_S - 2)
+    assert expected_rates(few, 6.0, NOW_S) == (0.0, 0.0), "three are no rate"
+    soon, later = expected_rates(many, 6.0, NOW_S)
+    assert 0 < later < soon < 15, "it goes on for about as long as it has lasted"
 
 
 def test_quota_bounds_what_is_started_and_not_what_is_there() -> None:
@@ -217,6 +223,24 @@ def test_each_replica_is_kept_for_its_own_break_even_after_it_was_last_needed() 
     held = decide(spec, fresh, None, NOW_S)
     assert (held.desired, held.reason) == (4, Reason.HOLD_WINDOW)
     assert held.ask_again_s is not None and held.ask_again_s <= NOW_S + 10
+
+
+def test_a_replica_is_kept_for_batches_that_fewer_would_prefill_one_after_another() -> None:
+    """Sixty at once on 64 places fit one replica and would wait for its prefills: 60^2 * 0.2 / 4 = 180 s together,
+    which at a weight of 10 are worth 1,800 device-seconds; five would not wait for long."""
+    roomy = dataclasses.replace(MANY, max_requests=64, kv_tokens=0)
+    calm = {
+        "ready": 2,
+        "service": roomy,
+        "waiting": 1,
+        "prompt_tokens": 1000.0,
+        "output_tokens": 20.0,
+        "peak_demand": 1,
+    }
+    many = seen(**calm, peaks=((NOW_S - 300, 60),))
+    assert decide(weighing(10.0), many, None, NOW_S).desired == 2
+    assert decide(weighing(0.01), many, None, NOW_S).desired == 1
+    assert decide(weighing(10.0), seen(**calm, peaks=((NOW_S - 300, 5),)), None, NOW_S).desired == 1
 
 
 def test_going_to_zero_is_void_once_another_request_was_accepted() -> None:
