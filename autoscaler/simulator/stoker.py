@@ -36,6 +36,7 @@ IDLE_LOOK_S: Final = 0.5
 """Idleness below this is not looked at: no keep-alive is shorter."""
 GAPS_KEPT: Final = 64
 STARTS_KEPT: Final = 16
+WAITERS_MEMORY: Final = 0.2
 WANTED_S: Final = 60.0
 
 
@@ -53,11 +54,14 @@ class _Known:
     gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=GAPS_KEPT))
     gaps_seen: int = 0
     starts_seen: int = -1
+    asked_s: float = 0.0
+    """When a replica was last asked for."""
+    waiters: float = 1.0
+    """That waited for a start from zero, on average lately."""
+    waits_from: int | None = None
+    """Arrivals before the first of those that wait for such a start now."""
     start_s: float = 0.0
     start_high_s: float = 0.0
-
-
-_STARTING: Final = tuple(tuple(ReplicaView("", Phase.STARTING, 0, 0.0) for _ in range(count)) for count in range(129))
 
 
 class Stoker(Asked):
@@ -148,10 +152,18 @@ class Stoker(Asked):
         ask_s = decision.ask_again_s
         if known.choosing is not None and (ask_s is None or ask_s > refit_s):
             ask_s = refit_s
+        if decision.desired > view.ready + view.starting:
+            known.asked_s = decision.now_s
         places = int(places_of(known.spec, observed) * max(view.ready, 1))
         return Wish(decision.desired, ask_s, IDLE_LOOK_S, places)
 
     def _look(self, known: _Known, view: View, now_s: float) -> None:
+        if view.ready:
+            if known.waits_from is not None:
+                known.waiters += WAITERS_MEMORY * (view.arrivals - known.waits_from - known.waiters)
+                known.waits_from = None
+        elif view.waiting and known.waits_from is None:
+            known.waits_from = view.arrivals - view.waiting
         demand = view.waiting + view.running
         known.peaks.note(now_s, max(view.take_peak(), demand))
         known.peaks.note(now_s, demand)
@@ -172,7 +184,7 @@ class Stoker(Asked):
         window_s = known.spec.scale_in_window_s
         return Observed(
             waiting=view.waiting,
-            replicas=ready + _STARTING[view.starting],
+            replicas=ready + (ReplicaView("", Phase.STARTING, 0, known.asked_s),) * view.starting,
             peak_demand=known.peaks.since(now_s - window_s),
             window_covered_s=min(now_s - self._begin_s, window_s),
             last_activity_s=now_s if idle_since_s is None else idle_since_s,
@@ -183,11 +195,14 @@ class Stoker(Asked):
             service=service,
             prompt_tokens=prompts,
             output_tokens=outputs,
+            waiting_since_s=view.waiting_since_s,
             waiting_tokens=int(view.waiting * prompts),
             running_tokens=int(view.running * (prompts + outputs / 2)),
             arrivals_in_10_s=count - bisect_left(times, now_s - 10.0),
             arrivals_in_60_s=count - bisect_left(times, now_s - 60.0),
             peaks=known.peaks.steps(),
+            seen_s=now_s,
+            cold_waiters=known.waiters,
         )
 
     @staticmethod
