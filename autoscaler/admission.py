@@ -9,7 +9,8 @@ their prompts; what other gateways' requests still have to do is taken to be hal
 
 Source: early rejection by predicted load of Mooncake (FAST'25, 7.2: refuse before anything is spent on a request that
 would come too late). Here one bound decides, the function's objective for the time to first token; a prompt that is
-longer than the objective allows even at an empty replica is not refused for that, since coming back would not help.
+longer than the objective allows even at an empty replica is not refused for that, since coming back would not help:
+only its wait is judged, by a part of the objective.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from autoscaler.service import ServiceModel
 
 LENGTHS_NEEDED: Final = 4
 """Measured outputs below which a request is expected to make as many tokens as it may."""
+LONG_WAIT_SHARE: Final = 0.25
+"""Of the objective: what a prompt that cannot keep it at all may wait. With nothing, short ones would always take the
+places before it."""
 RETRY_MIN_S: Final = 0.05
 AHEAD_MAX: Final = 1 << 20
 
@@ -156,6 +160,11 @@ def own_s(service: ServiceModel, prompt_tokens: int) -> float:
     return service.first_token_s(prompt_tokens, service.max_requests)
 
 
+def _bound_s(own: float, objective_s: float, strictness: float) -> float:
+    allowed_s = objective_s * min(max(strictness, 0.0), 1.0)
+    return allowed_s if own <= allowed_s else own + LONG_WAIT_SHARE * allowed_s
+
+
 def judge(
     line: Line,
     service: ServiceModel,
@@ -169,7 +178,7 @@ def judge(
     """Whether a request with `ahead` before it is taken. `strictness` tightens the objective (of a tenant above its
     share); `deferred`: requests that were told to come back and have not yet."""
     own = own_s(service, prompt_tokens)
-    bound_s = max(objective_s * min(max(strictness, 0.0), 1.0), own)
+    bound_s = _bound_s(own, objective_s, strictness)
     predicted_s = line.wait_s(ahead) + own
     # Rounding must not refuse what is at the bound.
     if predicted_s <= bound_s * (1 + 1e-9):
@@ -181,5 +190,5 @@ def judge(
 def depth(line: Line, service: ServiceModel, prompt_tokens: int, objective_s: float, strictness: float = 1.0) -> int:
     """How many requests like this may wait at all gateways together so that the last still meets the objective."""
     own = own_s(service, prompt_tokens)
-    bound_s = max(objective_s * min(max(strictness, 0.0), 1.0), own)
+    bound_s = _bound_s(own, objective_s, strictness)
     return line.depth((bound_s - own) * (1 + 1e-9))

@@ -57,6 +57,8 @@ def test_a_prompt_longer_than_the_objective_allows_is_taken_where_nothing_is_bef
     assert own_s(SERVICE, 5000) > 1.0
     assert not judge(line_up(load(Server((), 2))), SERVICE, 5000, 0, 1.0).refused
     assert judge(line_up(load(Server((50.0, 50.0), 2))), SERVICE, 5000, 0, 1.0).refused
+    # It may wait a little, or those that are shorter would always be before it.
+    assert not judge(line_up(load(Server((2.0, 2.0), 2))), SERVICE, 5000, 0, 1.0).refused
 
 
 def test_who_holds_more_than_its_share_is_refused_first() -> None:
