@@ -95,6 +95,7 @@ class Choosing:
         "_rates_on",
         "_schedules",
         "_scored_s",
+        "_waited",
         "_work",
         "floor",
         "forecast",
@@ -116,6 +117,7 @@ class Choosing:
         self._minute_s: float | None = None
         self.waiters = 1.0
         """Who wait for a start: the first call, and half of what comes while it lasts."""
+        self._waited = 1.0
         self._places = 1
         self._work = Work()
         self._rates_on = False
@@ -142,9 +144,12 @@ class Choosing:
         idle_since_s: float | None = None,
         places: int = 8,
         schedules: tuple[Schedule, ...] = (),
+        waited: float = 1.0,
     ) -> Forecast:
         """What is said from now on. `idle_since_s`: when the last activity ended; None: something is going on.
-        `places`: requests at once that one replica is meant to take."""
+        `places`: requests at once that one replica is meant to take. `waited`: requests that were found to wait for a
+        start from zero, on average: more than windows tell of where they come together."""
+        self._waited = waited
         idle_s = 0.0 if idle_since_s is None else max(now_s - idle_since_s, 0.0)
         self._places = max(places, 1)
         if now_s < self._now_s:
@@ -237,7 +242,8 @@ class Choosing:
                 break
         if len(first):
             following = (float(first.mean()) - 1.0) / (resolution_s / 2)
-            self.waiters = min(1.0 + 0.5 * costs.start_s * max(following, 0.0), WAITERS_MAX)
+            come = max(costs.start_s * max(following, 0.0), self._waited - 1.0)
+            self.waiters = min(1.0 + 0.5 * come, WAITERS_MAX)
         busiest = float(np.nanmax(counts)) / resolution_s if not np.isnan(counts).all() else 0.0
         self._rates_on = busiest * self._work.service_s > 0.9 * self._places
 

@@ -152,7 +152,8 @@ def _scale_in(
     idle_until_s, kept_s, why = math.inf, None, ""
     if demand == 0:
         kept_s, why = _kept(spec, observed, forecast)
-        idle_until_s = observed.last_activity_s + kept_s
+        if needed == 0:
+            idle_until_s = observed.last_activity_s + kept_s
     if current > 1:
         return _fewer(spec, observed, now_s, current, demand, needed, idle_until_s, again_s, answer)
     if now_s < idle_until_s:

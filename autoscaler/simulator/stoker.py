@@ -236,6 +236,7 @@ class Stoker(Asked):
             self._costs(known),
             idle_since_s=None if idle_since_s is None else idle_since_s + self._epoch_s,
             places=self._places(known),
+            waited=known.waiters,
         )
         known.forecast = said.moved(-self._epoch_s)
         known.fitted_s = now_s

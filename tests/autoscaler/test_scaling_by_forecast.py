@@ -57,6 +57,14 @@ def test_within_a_window_the_last_replica_is_held_and_beyond_it_ended() -> None:
     assert after(70.5, Phase.READY).reason is Reason.TO_ZERO
 
 
+def test_while_a_window_holds_the_first_replica_the_others_are_kept_for_as_long_as_their_starts_are_worth() -> None:
+    lately = {"peaks": ((IDLE_SINCE_S, 30),), "service": SERVICE, "prompt_tokens": 2000.0, "output_tokens": 20.0}
+    held = decide(AUTO, seen(Phase.READY, Phase.READY, **lately), WINDOWS, IDLE_SINCE_S + 4.0)
+    assert (held.desired, held.reason) == (2, Reason.HOLD_WINDOW)
+    closed = decide(AUTO, seen(Phase.READY, Phase.READY, **lately), WINDOWS, IDLE_SINCE_S + 10.0)
+    assert (closed.desired, closed.reason) == (1, Reason.SCALE_IN), "where the first is not worth it, no other is"
+
+
 def test_a_window_that_never_closes_needs_no_further_question() -> None:
     forever = dataclasses.replace(WINDOWS, warm=((0.0, math.inf),))
     decision = after(1e6, Phase.READY, forecast=forever)
