@@ -37,7 +37,7 @@ class Life:
 
     def live(self, calls_s: Iterable[float], until_s: float, step_s: float = 60.0) -> None:
         """`calls_s`: in order, within (now, until]."""
-        windows: Windows = self._windows()
+        windows: Windows = self.windows()
         calls = list(calls_s)
         place = 0
         while self.now_s < until_s:
@@ -58,15 +58,15 @@ class Life:
             self.history.observed(self.now_s, end_s)
             self.now_s = end_s
             self.refit()
-            windows = self._windows()
+            windows = self.windows()
 
-    def _windows(self) -> Windows:
+    def windows(self) -> Windows:
         forecast = self.choosing.forecast
         if forecast is None or forecast.warm is None:
-            return self._without()
+            return self.without()
         return forecast.warm
 
-    def _without(self) -> Windows:
+    def without(self) -> Windows:
         """What is done without a forecast."""
         return ((0.0, self.costs.break_even_s(self.choosing.waiters)),)
 
@@ -88,5 +88,5 @@ class Life:
         if self.ended_s is not None and self.now_s > self.ended_s:
             idle_s = self.now_s - self.ended_s
             waiters = self.choosing.waiters
-            self.paid += gap_cost(self._windows(), idle_s, self.costs, waiters, ended=False)
-            self.reactive += gap_cost(self._without(), idle_s, self.costs, waiters, ended=False)
+            self.paid += gap_cost(self.windows(), idle_s, self.costs, waiters, ended=False)
+            self.reactive += gap_cost(self.without(), idle_s, self.costs, waiters, ended=False)

@@ -11,6 +11,7 @@ from autoscaler.choosing import Choosing
 from autoscaler.forecast import REACTIVE, Costs
 from autoscaler.forecasting.credit import SHARE, STARTS
 from autoscaler.forecasting.schedule import Schedule
+from autoscaler.forecasting.warmth import gap_cost
 from autoscaler.windows import History, Window
 from tests.autoscaler.forecasting_support import DAY_S, START_S, Life
 
@@ -99,6 +100,33 @@ def test_adversarial_traffic_costs_no_more_than_the_stated_credit(trace, costs: 
         life.paid - life.reactive
         <= STARTS * costs.of_start(life.choosing.waiters) + SHARE * life.reactive + within_a_window
     )
+
+
+@pytest.mark.parametrize("costs", [Costs(0.25, 1, 30.0), Costs(10.0, 2, 10.0)], ids=["cheap start", "dear start"])
+def test_an_adversary_who_sees_the_plan_costs_no_more_than_the_stated_credit(costs: Costs) -> None:
+    """Calls come steadily until somebody acts, then four at the worst moment to each steady one; over and over."""
+    life, lure_s, worst, acted, idled = Life(costs), 4.0 * costs.break_even_s(), -math.inf, 0, 0
+    life.live([START_S + 30.0], START_S + 60.0)
+    for _ in range(150):
+        assert life.ended_s is not None
+        calls = [max(life.ended_s + lure_s, life.now_s + 1.0)]
+        windows, without = life.windows(), life.without()
+        if life.choosing.warm.acting is None:
+            idled += 1
+        else:
+            acted += 1
+            edges = [edge_s + off for each in (*windows, *without) for edge_s in each for off in (-0.01, 0.01, 20.0)]
+            worst_s = max(
+                (edge_s for edge_s in edges if 0.1 < edge_s < 50.0 * lure_s),
+                key=lambda gap_s: gap_cost(windows, gap_s, costs) - gap_cost(without, gap_s, costs),
+            )
+            for _ in range(4):
+                calls.append(calls[-1] + life.service_s + worst_s)
+        life.live(calls, life.now_s + 60.0 * math.ceil((calls[-1] - life.now_s) / 60.0))
+        worst = max(worst, life.paid - life.reactive - STARTS * costs.of_start() - SHARE * life.reactive)
+    assert acted > 20 and idled > 20, "it was lured, and not for ever"
+    # What happens before the next refit is not seen.
+    assert worst <= 4 * costs.of_start()
 
 
 def test_a_forecast_that_turns_bad_is_retired_and_comes_back_by_winning_again() -> None:
