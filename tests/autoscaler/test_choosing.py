@@ -124,7 +124,7 @@ def test_an_adversary_who_sees_the_plan_costs_no_more_than_the_stated_credit(cos
                 calls.append(calls[-1] + life.service_s + worst_s)
         life.live(calls, life.now_s + 60.0 * math.ceil((calls[-1] - life.now_s) / 60.0))
         worst = max(worst, life.paid - life.reactive - STARTS * costs.of_start() - SHARE * life.reactive)
-    assert acted > 20 and idled > 20, "it was lured, and not for ever"
+    assert acted > 10 and idled > 20, "it was lured, and not for ever"
     # What happens before the next refit is not seen.
     assert worst <= 4 * costs.of_start()
 
