@@ -29,6 +29,7 @@ from autoscaler.slot_scaling import (
 from control_plane.backends import base
 from control_plane.backends.base import Backend, SlotUnavailable
 from control_plane.decisions import Decisions
+from control_plane.errors import StokerError
 from control_plane.fleet import Fleet
 from control_plane.placing import ROOM_WAIT_S
 
@@ -67,6 +68,7 @@ class SlotScaling:
         self.last: deque[dict[str, Any]] = deque(maxlen=LAST_KEPT)
         """Decisions of this gateway that changed something or held it for a new reason."""
         self._looking: asyncio.Task[None] | None = None
+        self._one_at_a_time = asyncio.Lock()
         self.expected: Callable[[str], tuple[tuple[float, float], ...]] = lambda class_name: ()
         """(from when on, replicas that are then expected to run), of the functions that need a class."""
         fleet.placing.on_no_room = self.poke
@@ -89,6 +91,11 @@ class SlotScaling:
         return self._provision_s.get(class_name, ASSUMED_PROVISION_S) if there < most else ROOM_WAIT_S
 
     async def look(self) -> None:
+        """One at a time: what one has asked for has to be seen by the next."""
+        async with self._one_at_a_time:
+            await self._look()
+
+    async def _look(self) -> None:
         now_s, classes = time.monotonic(), self._backend.classes
         if not self._leads():
             self._led_since_s = None
@@ -183,7 +190,7 @@ class SlotScaling:
             for slot_id in decision.victims:
                 if not self._fleet.on(slot_id):
                     await self._backend.remove_slot(slot_id)
-        except SlotUnavailable as error:
+        except (SlotUnavailable, StokerError) as error:
             self._pause(str(error))
 
     def _pause(self, why: str) -> None:

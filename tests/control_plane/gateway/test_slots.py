@@ -57,6 +57,7 @@ class FakeSlots:
     async def add_slots(self, class_name: str, count: int) -> int:
         if self.refuses:
             raise SlotUnavailable("the cloud is sold out")
+        await asyncio.sleep(0.005)  # as one that has to ask somebody
         count = min(count, self.classes[0].most - len(self.slots) - len(self._coming))
         self.asked += [count] if count > 0 else []
         for _ in range(count):
