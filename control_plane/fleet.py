@@ -86,6 +86,8 @@ class Fleet:
         self.is_closed: Callable[[str], bool] = lambda slot_id: False
         """Whether a slot takes no new replica."""
         self._closed: set[str] = set()
+        self.successors: dict[str, str] = {}
+        """Replicas that are starting to take the place of another, with that one."""
         self.given_up: set[str] = set()
         """Living replicas that stalled: nobody waits for them, whether or not their agent can be told to end them."""
         self._unended: dict[str, tuple[float, str]] = {}

@@ -306,7 +306,9 @@ class ControlLoop:
         if target is None:
             self._without_target(function, lanes)
             return
-        current = [status for status in living if status.revision == target.revision]
+        # One that starts to take another's place is none too many, nor does it make the other one so.
+        moving = self._fleet.successors
+        current = [s for s in living if s.revision == target.revision and s.replica_id not in moving]
         old = [status for status in living if status.revision != target.revision]
         observed = self.observation.of(key, target, lanes, current, old, self.unusable(key, target.revision))
         spec = target.spec.scaling.to_decide(target.spec.resources.devices, WINDOW_S)

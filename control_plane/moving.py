@@ -52,8 +52,8 @@ class Moves:
         self._leads = leads
         self._end = end
         """Drains a replica, by its id, for a reason."""
-        self._under_way: dict[str, tuple[str, float]] = {}
-        """By successor: the replica it takes the place of, and since when."""
+        self._under_way: dict[str, float] = {}
+        """Successors, and since when they start (`Fleet.successors` has whose place they take)."""
         self._idle_since_s: dict[str, float] = {}
         fleet.watchers.append(self._changed)
 
@@ -72,10 +72,15 @@ class Moves:
         fleet, in_flight = self._fleet, self._fleet.placing.in_flight
         idle = [s.replica_id for s in fleet.living() if s.state is ReplicaState.READY and not in_flight(s.replica_id)]
         self._idle_since_s = {replica_id: self._idle_since_s.get(replica_id, now_s) for replica_id in idle}
-        for successor, (_, since_s) in list(self._under_way.items()):
+        for successor, since_s in list(self._under_way.items()):
             status = fleet.replicas.get(successor)
             if status is None or status.state in GONE or now_s - since_s > GIVEN_UP_S:
-                del self._under_way[successor]
+                self._take_out(successor)
+
+    def _take_out(self, successor: str) -> str | None:
+        """From now on it counts like any other."""
+        self._under_way.pop(successor, None)
+        return self._fleet.successors.pop(successor, None)
 
     def _movable(self, kind: str, now_s: float) -> dict[str, Work]:
         placing, found = self._fleet.placing, {}
@@ -116,7 +121,8 @@ class Moves:
         options = msgspec.structs.replace(status.spec.options, device=device)
         successor = "rep-" + secrets.token_hex(6)
         spec = msgspec.structs.replace(status.spec, replica_id=successor, peers=(), options=options)
-        self._under_way[successor] = (move.replica_id, now_s)
+        self._under_way[successor] = now_s
+        self._fleet.successors[successor] = move.replica_id
         logger.info("event=move replica=%s from=%s to=%s", move.replica_id, move.from_slot, move.to_slot)
         self._decisions.record(
             "move", status.function, move.replica_id, None, plan.reason,
@@ -128,8 +134,8 @@ class Moves:
         self._fleet.start_replica(placement, spec)
 
     def _changed(self, status: ReplicaStatus, before: ReplicaStatus | None) -> None:
-        if status.replica_id not in self._under_way or status.state is not ReplicaState.READY:
+        if status.state is not ReplicaState.READY and status.state not in GONE:
             return
-        replica_id, _ = self._under_way.pop(status.replica_id)
-        if not self._fleet.placing.in_flight(replica_id):
+        replica_id = self._take_out(status.replica_id)
+        if replica_id and status.state is ReplicaState.READY and not self._fleet.placing.in_flight(replica_id):
             self._end(replica_id, f"moved: {status.replica_id} has its place")

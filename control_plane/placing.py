@@ -133,8 +133,7 @@ class Placing:
             return placement
         known = self.unplaced.get(key)
         self.unplaced[key] = Unplaced(work, count, known.since_s if known is not None else now_s, now_s)
-        if known is None or known.count != count:
-            self.on_no_room()
+        self.on_no_room()
         return placement
 
     def still_unplaced(self, now_s: float) -> Mapping[FunctionKey, Unplaced]:

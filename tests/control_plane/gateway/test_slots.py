@@ -343,6 +343,8 @@ async def test_idle_replicas_that_are_kept_are_moved_together_and_the_slot_they_
     await until(lambda: len(fleet.living()) == 2)
     decisions = await city.context.decisions._query("kind", "move", 10)
     assert len(decisions) == 1 and decisions[0].reason == "1 idle replicas elsewhere empty slot-0"
+    first = city.slots.slots["slot-0"].started[0].replica_id
+    assert [reason.split(":")[0] for known, reason in city.slots.slots["slot-0"].ended if known == first] == ["moved"]
     await city.look()
     time_passes(city, 80.0)
     await city.look()
