@@ -32,6 +32,7 @@ from control_plane.context import CONTEXT, AppContext, new_gateway_id
 from control_plane.database import Database
 from control_plane.decisions import Decisions
 from control_plane.demand import Demand, DemandSender
+from control_plane.derived import DerivedObjects
 from control_plane.dispatch import Dispatcher
 from control_plane.drains import Drains
 from control_plane.errors import StokerError
@@ -223,6 +224,7 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
         kv_index=kv_index,
         kv_desk=kv_desk,
         kv_collection=kv_collection,
+        derived=DerivedObjects(store.opened, settings.models_dir, functions, settings.kv.orphan_s),
         store=store,
         traces=traces,
     )

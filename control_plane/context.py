@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from control_plane.database import Database
     from control_plane.decisions import Decisions
     from control_plane.demand import DemandSender
+    from control_plane.derived import DerivedObjects
     from control_plane.dispatch import Dispatcher
     from control_plane.drains import Drains
     from control_plane.fleet import Fleet
@@ -89,6 +90,7 @@ class AppContext:
     kv_index: KvIndex
     kv_desk: KvDesk
     kv_collection: KvCollection
+    derived: DerivedObjects
     store: StoreWatch
     traces: Traces | None = None
     draining: bool = False

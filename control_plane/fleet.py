@@ -281,6 +281,15 @@ class Fleet:
         """Raises SlotUnavailable, and SlotRefused where the slot says no."""
         await self._backend.evict_pool(slot_id, key)
 
+    async def forget_checkpoint(self, identity: str) -> None:
+        """Lets every slot drop what it keeps of a model that is no more; one that does not answer drops it for want of
+        use."""
+        for slot_id in list(self.slots):
+            try:
+                await self._backend.forget_checkpoint(slot_id, identity)
+            except SlotUnavailable as error:
+                logger.warning("event=forget_refused slot=%s error=%s", slot_id, error)
+
     async def expect_pool(self, chances: Mapping[str, float], holds_s: float) -> None:
         for slot_id in list(self.slots):
             try:

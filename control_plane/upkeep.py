@@ -215,6 +215,7 @@ class Upkeep:
         await self._try("sweep_decisions", context.decisions.sweep(retention.decision_s))
         await self._try("sweep_load", self._sweep_load())
         await self._try("sweep_kv", context.kv_collection.sweep())
+        await self._try("sweep_derived", context.derived.sweep())
         await self._try("sweep_drains", context.drains.sweep(retention.request_s))
 
     async def _sweep_load(self) -> None:

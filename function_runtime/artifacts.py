@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from model_loader.errors import FormatError, IntegrityError, MissingObject, StoreError
+from model_loader.forms.sweeping import artifact_key
 from model_loader.objects import ObjectStore
 
 MAGIC: Final = b"STOKRAR1"
@@ -52,6 +53,11 @@ class ArtifactKey:
         return {"checkpoint": self.checkpoint, "device": self.device, "versions": dict(sorted(self.versions))}
 
     @property
+    def identity(self) -> str:
+        """The checkpoint's alone: what was made of it goes with it."""
+        return self.checkpoint.partition("/")[0]
+
+    @property
     def name(self) -> str:
         """64 hexadecimal digits, the same in every process."""
         return hashlib.sha256(json.dumps(self.fields(), sort_keys=True).encode()).hexdigest()
@@ -75,7 +81,7 @@ class Artifacts:
 
     @property
     def object_key(self) -> str:
-        return f"artifacts/{self.key.name}.bin"
+        return artifact_key(self.key.identity, self.key.name)
 
     def environment(self) -> dict[str, str]:
         """What points the compilers to the directory."""

@@ -102,7 +102,7 @@ class Board:
 class BoardView:
     """The reader's side: `mapping` is a read-only mapping of the file, `handle` one of the reader's own, kept open."""
 
-    def __init__(self, mapping: mmap.mmap, offset: int, handle: int, what: str) -> None:
+    def __init__(self, mapping: memoryview, offset: int, handle: int, what: str) -> None:
         magic, _, _, groups, _, _ = _HEADER.unpack_from(mapping, offset)
         if magic != _MAGIC or offset + board_bytes(groups) > len(mapping):
             raise FormatError(f"{what} has no board of what has landed")
@@ -184,6 +184,7 @@ class BoardView:
 
     def _error(self) -> LoaderError:
         nbytes = struct.unpack_from("<I", self._map, self._offset + _STATE_AT + 8)[0]
-        raw = self._map[self._offset + _ERROR_AT : self._offset + _ERROR_AT + min(nbytes, _ERROR_BYTES)]
+        at = self._offset + _ERROR_AT
+        raw = bytes(self._map[at : at + min(nbytes, _ERROR_BYTES)])
         code, _, message = raw.decode(errors="replace").partition("\0")
         return error_from_code(code, message)

@@ -8,24 +8,22 @@ Limits: a mapping shows what the file holds, so a form must never be written to 
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from model_loader.board import BoardView
 from model_loader.chunks import CHUNK_BYTES, ChunkList
 from model_loader.errors import FormatError, IntegrityError, SourceMissing
+from model_loader.file_memory import address_of, enter_for_reading, map_file
 from model_loader.llama_layout import ITEM_BYTES
 from model_loader.prepared_layout import PAGE_BYTES, Preamble, PreparedTensor, read_table, read_tensors
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-_MADV_POPULATE_READ: Final = 22
 
 
 class PreparedFile:
@@ -34,7 +32,7 @@ class PreparedFile:
     def __init__(
         self,
         path: Path,
-        mapping: mmap.mmap,
+        mapping: memoryview,
         preamble: Preamble,
         table: Mapping[str, Any],
         tensors: dict[str, PreparedTensor],
@@ -77,9 +75,9 @@ class PreparedFile:
             size = os.fstat(handle).st_size
             if size < PAGE_BYTES:
                 raise FormatError(f"{path} is no prepared checkpoint: {size} bytes, at least {PAGE_BYTES} needed")
-            mapping = mmap.mmap(handle, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+            mapping = map_file(handle, size)
             preamble = Preamble.read(path, mapping, size, may_arrive=may_arrive)
-            raw = mapping[preamble.table_offset : preamble.table_offset + preamble.table_bytes]
+            raw = bytes(mapping[preamble.table_offset : preamble.table_offset + preamble.table_bytes])
             table = read_table(path, preamble, raw)
             tensors = read_tensors(path, table, preamble)
             if not preamble.is_complete:
@@ -100,7 +98,7 @@ class PreparedFile:
 
     def raw(self, name: str) -> memoryview:
         entry = self.info(name)
-        return memoryview(self._mapping)[entry.offset : entry.offset + entry.nbytes]
+        return self._mapping[entry.offset : entry.offset + entry.nbytes]
 
     def tensor(self, name: str) -> NDArray[Any]:
         """A read-only view: float32, or uint16 for bfloat16 and float16."""
@@ -120,23 +118,16 @@ class PreparedFile:
     def populate(self, offset: int = 0, nbytes: int | None = None) -> None:
         """Enters pages of the file into this process's page tables now, which costs less than a fault at the first use
         of each. Does not hold the interpreter's lock. `offset` is a multiple of the page size. Best effort."""
-        import ctypes
-
-        import numpy as np
-
         end = self.nbytes if nbytes is None else min(self.nbytes, offset + nbytes)
         if offset < end:
-            address = np.frombuffer(self._mapping, np.uint8).ctypes.data
-            # NOTE: mmap.madvise would hold the lock all the while.
-            begin, count = ctypes.c_void_p(address + offset), ctypes.c_size_t(end - offset)
-            ctypes.CDLL(None).madvise(begin, count, _MADV_POPULATE_READ)
+            enter_for_reading(address_of(self._mapping) + offset, end - offset)
 
     def bytes_at(self, offset: int, nbytes: int) -> bytes:
-        return self._mapping[offset : offset + nbytes]
+        return bytes(self._mapping[offset : offset + nbytes])
 
     def body(self) -> memoryview:
         """What the list of chunks is of."""
-        return memoryview(self._mapping)[self.preamble.body_offset :][: self.preamble.body_bytes]
+        return self._mapping[self.preamble.body_offset :][: self.preamble.body_bytes]
 
     def chunks(self) -> ChunkList:
         """Of the body: the file's bytes from `preamble.body_offset` on. Raises `IntegrityError` where the list itself
@@ -144,14 +135,14 @@ class PreparedFile:
         if not self.preamble.is_complete:
             raise FormatError(f"{self.path} has no list of chunks before it is complete")
         at = self.preamble.chunks_offset
-        raw = self._mapping[at : at + self.preamble.chunks_bytes]
+        raw = bytes(self._mapping[at : at + self.preamble.chunks_bytes])
         if hashlib.sha256(raw).digest() != self.preamble.chunks_sha256:
             raise IntegrityError(f"{self.path}: its list of chunks does not match its digest; remove the file")
         return ChunkList.from_bytes(raw, str(self.path))
 
     def verify(self, on_bytes: Callable[[int], None] | None = None, *, threads: int = 0) -> None:
         """Checks every chunk; raises `IntegrityError` naming one that is bad."""
-        chunks, body = self.chunks(), memoryview(self._mapping)[self.preamble.body_offset :]
+        chunks, body = self.chunks(), self._mapping[self.preamble.body_offset :]
         waiting, lock = iter(range(len(chunks))), threading.Lock()
         errors: list[BaseException] = []
 

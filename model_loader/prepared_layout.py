@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -98,7 +97,7 @@ class Preamble:
         )  # fmt: skip
 
     @staticmethod
-    def read(path: Path, mapping: mmap.mmap | bytes, size: int, *, may_arrive: bool = False) -> Preamble:
+    def read(path: Path, mapping: memoryview | bytes, size: int, *, may_arrive: bool = False) -> Preamble:
         """Checks everything that can be checked without the table."""
         magic, version, board, at, nbytes, file_bytes, digest, mark, chunks_at, chunks_bytes, chunks_digest = (
             _PREAMBLE.unpack_from(mapping, 0)

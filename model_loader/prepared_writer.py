@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import xxhash
 
 from model_loader.board import Board
-from model_loader.chunks import ChunkList, count_chunks
+from model_loader.chunks import ChunkList, count_chunks, digest_chunk
 from model_loader.errors import FormatError, LoaderError, SourceMissing, SourceUnavailable, from_os_error
+from model_loader.form_memory import FormMemory
+from model_loader.pool_room import is_memory
 from model_loader.prepared_layout import PAGE_BYTES, TensorPlan, plan_layout
-from model_loader.retired import Retired
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -48,7 +49,7 @@ class PreparedWriter:
         plans: Sequence[TensorPlan],
         *,
         groups: Sequence[str] = ("all",),
-        recycle: Path | Retired | None = None,
+        recycle: Path | None = None,
         is_last_resort: bool = True,
     ) -> None:
         self.path = path
@@ -56,7 +57,7 @@ class PreparedWriter:
         self._layout = plan_layout(identity, recipe, dtype, groups, plans)
         self._groups = len(groups)
         self._recycle = recycle
-        self._retired: Retired | None = None
+        self._memory: FormMemory | None = None
         self.temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
         self._handle: int | None = None
         self._board: Board | None = None
@@ -74,6 +75,10 @@ class PreparedWriter:
                 self.temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644
             )
             os.ftruncate(self._handle, preamble.file_bytes)
+            if self._memory is not None:
+                self._memory = self._memory.resized(self._handle, preamble.file_bytes)
+            elif is_memory(self.path.parent):
+                self._memory = FormMemory(self.temporary, self._handle, preamble.file_bytes)
         except OSError as error:
             self._drop()
             raise from_os_error(error, str(self.path)) from error
@@ -113,20 +118,19 @@ class PreparedWriter:
         if self._recycle is None:
             return None
         try:
-            retired = self._recycle if isinstance(self._recycle, Retired) else Retired(self._recycle)
+            retired = FormMemory.retired(self._recycle)
             os.rename(retired.path, self.temporary)
         except (OSError, SourceMissing):
             return None
         handle = os.open(self.temporary, os.O_RDWR | os.O_CLOEXEC)
         os.pwrite(handle, bytes(PAGE_BYTES), 0)
         retired.path = self.temporary
-        retired.limit(self.nbytes)
-        self._retired = retired
+        self._memory = retired
         return handle
 
     def view(self, offset: int, nbytes: int) -> memoryview | None:
-        """Memory of the form itself to read into; None where it is new: there `write` costs less."""
-        return self._retired.view(offset, nbytes) if self._retired is not None else None
+        """Memory of the form itself to read into; None where it lies on a disk. Raises `OutOfSpace`."""
+        return self._memory.view(offset, nbytes) if self._memory is not None else None
 
     @property
     def fileno(self) -> int:
@@ -138,6 +142,8 @@ class PreparedWriter:
         return self._layout.places[name]
 
     def write(self, offset: int, data: Any) -> None:
+        if self._memory is not None:
+            self._memory.enter(offset, memoryview(data).nbytes)
         write_fully(self.fileno, offset, data, str(self.path))
 
     def landed(self, group: int) -> None:
@@ -177,8 +183,6 @@ class PreparedWriter:
                 os.fsync(self.fileno)
             os.replace(self.temporary, self.path)
             self._committed = True
-            if self._retired is not None:
-                self._retired.path = self.path
             if durable:
                 folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
                 try:
@@ -195,6 +199,9 @@ class PreparedWriter:
         local = threading.local()
 
         def digest(index: int) -> bytes:
+            if self._memory is not None:
+                begin, nbytes = blank.bounds(index)
+                return digest_chunk(self._memory.view(preamble.body_offset + begin, nbytes))
             if not hasattr(local, "buffer"):
                 local.buffer = memoryview(bytearray(_SEAL_BYTES))
             begin, nbytes = blank.bounds(index)

@@ -47,7 +47,6 @@ from model_loader.progress import Progress, Reporter, run_reporting
 from model_loader.ranges.reader import Span, VerifiedReader
 from model_loader.ranges.source import RangeSource, ReadStats
 from model_loader.ranges.window import Window
-from model_loader.retired import Retired
 
 DTYPES: Final = tuple(ITEM_BYTES)
 _CHUNK_VALUES: Final = 256 * 1024
@@ -66,7 +65,7 @@ def prepare(
     *,
     threads: int = 0,
     durable: bool = False,
-    recycle: Path | Retired | None = None,
+    recycle: Path | None = None,
     sources: Sequence[RangeSource] = (),
     on_complete: Callable[[], None] | None = None,
 ) -> ReadStats:

@@ -245,7 +245,23 @@ def routes(context: AppContext) -> list[web.RouteDef]:
             removed = await asyncio.to_thread(remove_model, models_dir, model.identity)
         except LoaderError as error:
             raise Internal(str(error)) from error
-        return web.json_response({"object": "model", "deleted": True, "uris": list(model.uris), **asdict(removed)})
+        # Forms and compiled kernels of it in the object store; what the store refuses now, the sweep removes later.
+        await context.fleet.forget_checkpoint(model.identity)
+        stored_bytes, stored_problem = 0, None
+        try:
+            stored_bytes = (await context.derived.forget(model.identity)).nbytes
+        except LoaderError as error:
+            stored_problem = str(error)
+        return web.json_response(
+            {
+                "object": "model",
+                "deleted": True,
+                "uris": list(model.uris),
+                **asdict(removed),
+                "stored_freed_bytes": stored_bytes,
+                "stored_problem": stored_problem,
+            }
+        )
 
     return [
         web.get("/api/v1/models", show),

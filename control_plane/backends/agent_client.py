@@ -103,6 +103,9 @@ class AgentClient:
     async def evict_pool(self, key: str) -> None:
         await self._call("DELETE", f"/v1/pool/{quote(key, safe='')}")
 
+    async def forget_checkpoint(self, identity: str) -> None:
+        await self._call("DELETE", f"/v1/checkpoints/{quote(identity, safe='')}")
+
     async def expect_pool(self, chances: Mapping[str, float], holds_s: float) -> None:
         await self._call("POST", "/v1/pool/forecast", msgspec.json.encode({"chances": chances, "holds_s": holds_s}))
 

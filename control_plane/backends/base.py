@@ -115,6 +115,9 @@ class Backend(Protocol):
     async def evict_pool(self, slot_id: str, key: str) -> None:
         """Let a prepared form go that nobody uses. Raises SlotUnavailable; SlotRefused where there is none."""
 
+    async def forget_checkpoint(self, slot_id: str, identity: str) -> None:
+        """Drop what is kept of a checkpoint, in the pool where nobody uses it and below."""
+
     async def expect_pool(self, slot_id: str, chances: Mapping[str, float], holds_s: float) -> None:
         """The chance per checkpoint identity of being wanted, for `holds_s`: the pool keeps by it."""
 

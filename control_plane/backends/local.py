@@ -69,6 +69,9 @@ class LinkedSlots:
     async def evict_pool(self, slot_id: str, key: str) -> None:
         await self._agent(slot_id).evict_pool(key)
 
+    async def forget_checkpoint(self, slot_id: str, identity: str) -> None:
+        await self._agent(slot_id).forget_checkpoint(identity)
+
     async def expect_pool(self, slot_id: str, chances: Mapping[str, float], holds_s: float) -> None:
         await self._agent(slot_id).expect_pool(chances, holds_s)
 

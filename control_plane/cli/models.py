@@ -137,6 +137,10 @@ def remove_one(data_dir: Path | None, url: str | None, name: str, as_json: bool)
         print_json(told)
         return
     print(f"{told['identity'][:SHORT]} is removed, {size(told['freed_bytes'])} are free again")
+    if told["stored_freed_bytes"]:
+        note(f"  and {size(told['stored_freed_bytes'])} that were made of it in the object store")
+    if told["stored_problem"]:
+        note(f"  not yet removed from the object store: {told['stored_problem']}")
     for path in told["left"]:
         note(f"  left where it was: {path}")
 

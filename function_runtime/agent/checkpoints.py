@@ -31,6 +31,11 @@ class Checkpoints(Protocol):
 
     @property
     def loads(self) -> LoadTotals: ...
+    @property
+    def loader_pid(self) -> int:
+        """Of the process that waits for the next load; 0: none does."""
+        ...
+
     async def open(self) -> None: ...
     async def acquire(self, spec: ReplicaSpec) -> Checkpoint:
         """Held for the replica from then on; it may still be arriving."""
@@ -43,6 +48,10 @@ class Checkpoints(Protocol):
 
     async def evict(self, key: str) -> int:
         """Lets a prepared form go that nobody uses; gives its bytes."""
+        ...
+
+    async def forget(self, identity: str) -> int:
+        """Drops what is kept of a checkpoint that nobody uses, here and below; gives the pool's bytes."""
         ...
 
     def expect(self, chances: Mapping[str, float], holds_s: float) -> None:

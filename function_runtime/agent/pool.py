@@ -8,36 +8,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
 import secrets
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
-from function_runtime import process
 from function_runtime.agent.checkpoints import Checkpoint
 from function_runtime.agent.children import Children
 from function_runtime.agent.events import log
+from function_runtime.agent.loaders import FIRST_WAITS_AFTER_S, Loaders
 from function_runtime.errors import LoadError, PoolEntryInUse, PoolEntryUnknown
 from function_runtime.protocol import LoadTotals, Peer, PoolEntry, ReplicaSpec
-from model_loader.errors import LoaderError, error_from_code
+from model_loader.disk_tier import DiskTier
+from model_loader.errors import LoaderError
+from model_loader.forms.kept import forget_forms
 from model_loader.forms.order import FormOrder
-from model_loader.load_order import LoadOrder, LoadOutcome, ProgressCallback
+from model_loader.forms.sweeping import form_names
+from model_loader.load_order import LoadOrder, LoadOutcome
 from model_loader.manifest import Manifest
 from model_loader.pool import SUFFIX, WarmPool
 from model_loader.pool_room import default_budget
 from model_loader.pool_state import EntryState
-from model_loader.progress import Progress
 from model_loader.ranges.peer import PeerAddress
 
 _HALF_TYPES: Final = ("float16", "bfloat16")
-_MAX_LINE_BYTES: Final = 1 << 20
-_KEEP_NICE: Final = 15
 
 
 def dtype_for(spec: ReplicaSpec) -> str:
@@ -71,7 +68,7 @@ class Pool:
         on_change: Callable[[], None],
         tiers: Tiers = Tiers(),
     ) -> None:
-        self._children = children
+        self._loaders = Loaders(children, directory)
         self._tiers = tiers
         self._keeping: dict[str, asyncio.Task[None]] = {}
         self.loads = LoadTotals()
@@ -81,9 +78,14 @@ class Pool:
         self._pool = WarmPool(directory, self.budget_bytes, self._run_load)
         self._scan: asyncio.Task[object] | None = None
 
+    @property
+    def loader_pid(self) -> int:
+        return self._loaders.waiting_pid
+
     async def open(self) -> None:
         self._scan = asyncio.create_task(self._pool.scan())
         self._scan.add_done_callback(lambda _: self._on_change())
+        self._loaders.wait_soon(FIRST_WAITS_AFTER_S)
 
     async def acquire(self, spec: ReplicaSpec) -> Checkpoint:
         return await self._acquire(spec.manifest_path, dtype_for(spec), spec.replica_id, spec.peers, may_arrive=True)
@@ -166,6 +168,17 @@ class Pool:
         self._on_change()
         return entry.nbytes
 
+    async def forget(self, identity: str) -> int:
+        freed = 0
+        for entry in self._pool.entries():
+            if entry.identity == identity and await self._pool.evict(entry.key):
+                freed += entry.nbytes
+        if self._tiers.disk is not None and self._tiers.disk.is_dir():
+            tier = DiskTier(self._tiers.disk, self._tiers.disk_bytes)
+            await asyncio.to_thread(forget_forms, tier, form_names(identity))
+        self._on_change()
+        return freed
+
     def expect(self, chances: Mapping[str, float], holds_s: float) -> None:
         self._pool.expect(chances, holds_s)
 
@@ -183,12 +196,13 @@ class Pool:
             task.cancel()
         await asyncio.gather(*keeping, return_exceptions=True)
         await self._pool.close()
+        await self._loaders.close()
 
     async def _run_load(self, order: LoadOrder) -> LoadOutcome:
         """One load as a process of its own, so that its memory goes with it and its threads are nobody's."""
         form = self._form_order(order)
         try:
-            told = await self._run([str(order.out)], form.to_bytes(), order.progress)
+            told = await self._loaders.run(form.to_bytes(), order.progress)
         except (LoaderError, LoadError):
             self.loads = msgspec.structs.replace(self.loads, failures=self.loads.failures + 1)
             raise
@@ -225,8 +239,7 @@ class Pool:
         try:
             # The load that made it is not over before the pool has taken the form: this waits for that.
             await self._pool.acquire(Path(form.manifest_path), form.dtype, holder)
-            arguments = [form.out, "--keep", str(make_s)]
-            told = await self._run(arguments, form.to_bytes(), lambda _: None, os.nice)
+            told = await self._loaders.run_beside(["--keep", str(make_s)], form.to_bytes())
             log(f"form={form.pool_key} kept={told['kept']}")
         except (LoaderError, LoadError, OSError) as error:
             log(f"form={form.pool_key} not kept: {error}")
@@ -246,47 +259,6 @@ class Pool:
             store=self._tiers.store,
         )
 
-    async def _run(
-        self,
-        arguments: Sequence[str],
-        said: bytes,
-        progress: ProgressCallback,
-        nice: Callable[[int], object] = lambda _: None,
-    ) -> dict[str, Any]:
-        """Runs the loading module to its end; gives its last word, or raises the error it told."""
-
-        agent = os.getpid()
-
-        def bind() -> None:
-            process.die_with_parent(agent)
-            nice(_KEEP_NICE)
-
-        loader = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "model_loader.forms.loading", *arguments),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=_MAX_LINE_BYTES,
-            preexec_fn=bind,
-        )
-        self._children.foreign.add(loader.pid)
-        try:
-            if loader.stdin is not None:
-                loader.stdin.write(said)
-                loader.stdin.close()
-            told = await _follow(loader, progress)
-            status = await loader.wait()
-        except BaseException:
-            if loader.returncode is None:
-                loader.kill()
-                await loader.wait()
-            raise
-        finally:
-            self._children.foreign.discard(loader.pid)
-        if status != 0 or told is None:
-            message = f"the load of {arguments[0]} ended with status {status}; see the agent's log"
-            raise LoadError("prepare_failed", message, retry=True)
-        return told
-
 
 def _added(totals: LoadTotals, outcome: LoadOutcome) -> LoadTotals:
     read_bytes = dict(totals.read_bytes)
@@ -301,23 +273,3 @@ def _added(totals: LoadTotals, outcome: LoadOutcome) -> LoadTotals:
         retries=totals.retries + outcome.retries,
         failures=totals.failures,
     )
-
-
-async def _follow(loader: asyncio.subprocess.Process, progress: ProgressCallback) -> dict[str, Any] | None:
-    """Passes progress on until the output ends; gives what it came to, or raises the error it reported."""
-    told: dict[str, Any] | None = None
-    error: LoaderError | None = None
-    if loader.stdout is not None:
-        async for line in loader.stdout:
-            event = json.loads(line)
-            if event["event"] == "progress":
-                stage, path = event["stage"], event.get("path", "")
-                progress(Progress(stage, event["done_bytes"], event["total_bytes"], path))
-            elif event["event"] == "error":
-                error = error_from_code(event["code"], event["message"])
-            elif event["event"] == "done":
-                told = event
-    if error is not None:
-        await loader.wait()
-        raise error
-    return told

@@ -86,6 +86,7 @@ class AgentServer:
             web.get(POOL_ENTRY, self.read_entry),
             web.get(POOL_BYTES, self.read_bytes),
             web.delete("/v1/pool/{key}", self.evict),
+            web.delete("/v1/checkpoints/{identity}", self.forget),
             web.post("/v1/shutdown", self.shut_down),
         ])  # fmt: skip
         return app
@@ -183,6 +184,9 @@ class AgentServer:
 
     async def evict(self, request: web.Request) -> web.Response:
         return _json({"nbytes": await self._slot.pool.evict(request.match_info["key"])})
+
+    async def forget(self, request: web.Request) -> web.Response:
+        return _json({"nbytes": await self._slot.pool.forget(request.match_info["identity"])})
 
     async def read_entry(self, request: web.Request) -> web.Response:
         key = request.match_info["key"]

@@ -282,8 +282,9 @@ class Slot:
 
     @property
     def own_pids(self) -> frozenset[int]:
-        """Agent, template and waiting workers: what is there at zero."""
-        pids = {os.getpid(), self.workers.template.pid, *(worker.pid for worker in self.workers.waiting)}
+        """Agent, template, waiting workers and the waiting loader: what is there at zero."""
+        pids = {os.getpid(), self.workers.template.pid, self.pool.loader_pid}
+        pids |= {worker.pid for worker in self.workers.waiting}
         return frozenset(pids - {0})
 
     async def _memory_returned(self, replica: Replica) -> bool:

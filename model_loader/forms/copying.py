@@ -55,12 +55,7 @@ def copy_form(
         if progress is not None:
             progress(Progress("arriving", 0, head.preamble.body_bytes, str(writer.temporary)))
 
-        def put(offset: int, data: Any) -> None:
-            writer.write(offset, data)
-            nbytes = memoryview(data).nbytes
-            writer.moved(nbytes)
-            reporter.add(nbytes)
-
+        landing = _Landing(writer, reporter)
         # What lies between tensors is copied with them: in memory that is used again it is not zero.
         begins = [
             body_offset,
@@ -71,7 +66,7 @@ def copy_form(
             Span(name, begin - body_offset, end - begin, begin, plan.group)
             for plan, begin, end in zip(planned.plans, begins[:-1], begins[1:], strict=True)
         ]
-        reader.read(spans, put, writer.landed)
+        reader.read(spans, landing.put, writer.landed, landing)
         writer.complete()
         if on_complete is not None:
             on_complete()
@@ -81,3 +76,22 @@ def copy_form(
             raise IntegrityError(f"the copy of {name[:12]} from {sources[0].name} came out different; it is removed")
     reporter.finish()
     return reader.stats
+
+
+class _Landing:
+    """The form's memory, and what is told of what comes."""
+
+    def __init__(self, writer: PreparedWriter, reporter: Reporter) -> None:
+        self._writer = writer
+        self._reporter = reporter
+
+    def view(self, to: int, nbytes: int) -> memoryview | None:
+        return self._writer.view(to, nbytes)
+
+    def moved(self, nbytes: int) -> None:
+        self._writer.moved(nbytes)
+        self._reporter.add(nbytes)
+
+    def put(self, to: int, data: Any) -> None:
+        self._writer.write(to, data)
+        self.moved(memoryview(data).nbytes)

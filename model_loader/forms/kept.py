@@ -4,13 +4,14 @@
 
 The head is written last and read first: a form without one is not there. A chunk that is missing or bad costs a fetch
 from the next source. Limits: what the budget of the disk tier takes away leaves a head with holes, which is worth what
-is left of it; objects of the store are removed by `forget`.
+is left of it; `forms.sweeping` lets objects of the store go.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -119,15 +120,19 @@ class StoredForms:
         written = self._store.put(f"forms/{name}/body", *parts)
         return written + self._store.put(f"forms/{name}/head", head.to_bytes())
 
-    def forget(self, name: str) -> None:
-        for part in ("head", "body"):
-            self._store.delete(f"forms/{name}/{part}", within_s=STORE_WITHIN_S)
-
 
 def head_of(form: PreparedFile) -> FormHead:
     preamble = form.preamble
     table = form.bytes_at(preamble.table_offset, preamble.table_bytes)
     return FormHead(preamble, table, form.chunks())
+
+
+def forget_forms(tier: DiskTier, names: Iterable[str]) -> None:
+    """Removes forms from a disk tier, head and chunks."""
+    for name in names:
+        with suppress(OSError):
+            os.unlink(tier.directory / f"{name}.head")
+        tier.forget(name)
 
 
 def sweep_heads(tier: DiskTier) -> int:

@@ -1,8 +1,8 @@
 """Getting a form: from the disk tier, from other slots' pools, from the object store, or by the recipe, the quickest
 first; what fails falls back to the next, and to making it in the end.
 
-`python -m model_loader.forms.loading` reads one order (JSON) from stdin, since it holds tokens, and tells progress and
-outcome as NDJSON on stdout. `--keep` instead stores a form that is complete where that is worth it.
+`python -m model_loader.forms.loading` waits for one order (a line of JSON) on stdin, since it holds tokens, and tells
+progress and outcome as NDJSON on stdout. `--keep` instead stores a form that is complete where that is worth it.
 Limits: which way is taken is decided once, before the first byte; a source that becomes slow is not left for another.
 """
 
@@ -16,6 +16,7 @@ if __name__ == "__main__":
 
 import argparse
 import contextlib
+import gc
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +40,8 @@ from model_loader.ranges.source import RangeSource, ReadStats
 from model_loader.recipe import current_manifest, plan_form, prepare
 
 RATES_NAME: Final = ".rates.json"
+NAME_AT_WORK: Final = "stoker-load"
+"""In lists of processes, where one that waits is a Python like others."""
 PARTLY: Final = 0.5
 """A disk tier that has less than this share of a form is no place to begin from."""
 ProgressCallback = Callable[[Progress], None]
@@ -164,8 +167,13 @@ def _get(
     recycle: Path | None,
 ) -> ReadStats:
     out = Path(order.out)
+
+    def landed() -> None:
+        if progress is not None:
+            progress(Progress("landed", 0, 0))
+
     if kind == MAKE:
-        return prepare(manifest, order.dtype, out, progress, threads=order.threads, recycle=recycle)
+        return prepare(manifest, order.dtype, out, progress, threads=order.threads, recycle=recycle, on_complete=landed)
     place = places[kind]
     others = [
         source
@@ -175,18 +183,23 @@ def _get(
     ]
     return copy_form(
         manifest, order.dtype, out, name, place.head, [*place.sources, *others], progress,
-        threads=order.threads, recycle=recycle,
+        threads=order.threads, recycle=recycle, on_complete=landed,
     )  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="model_loader.forms.loading", description="Load a prepared form.")
-    parser.add_argument("out", help="the form's path, so that it is seen in lists of processes; the order is on stdin")
+    parser.add_argument("pool", help="whose it is, to be seen in lists of processes; the order is on stdin")
     parser.add_argument("--keep", type=float, metavar="SECONDS", help="store the form, which took so long to make")
     given = parser.parse_args(arguments)
+    line = sys.stdin.buffer.readline()
+    if not line.strip():
+        return 0  # nothing was wanted of it
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(NAME_AT_WORK)
 
     def work(report: ProgressCallback) -> dict[str, object]:
-        order = FormOrder.parse(sys.stdin.buffer.read())
+        order = FormOrder.parse(line)
         if given.keep is not None:
             return {"kept": keep_form(order, given.keep)}
         loaded = load_form(order, report)
@@ -206,4 +219,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    # One load and then the end: looking for garbage in all that was imported would cost a tenth of a small load.
+    gc.disable()
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # whoever waits for the end need not wait for the interpreter to take itself apart

@@ -1,8 +1,9 @@
 """Files on this machine: from the page cache where they are in it, else by the way that was measured to be faster.
 
-What is cached is copied out in small blocks that stay in the reader's cache. What is not comes through the page cache
-(which keeps it for the next one) or past it (O_DIRECT, which saves a copy); on a filesystem's first cold reads the two
-take turns, then the faster one is used, and remembered where a file to remember it in is given.
+What is cached is copied in small blocks that stay in the processor's cache: out of a mapping where nobody can change
+the file meanwhile (a read lease: whoever opens it to write waits for us), else by reading. What is not comes through
+the page cache (which keeps it for the next one) or past it (O_DIRECT, which saves a copy); on a filesystem's first cold
+reads the two take turns, then the faster one is used, and remembered where a file to remember it in is given.
 Limits: a system call that hangs (a dead network mount) cannot be interrupted; Linux.
 """
 
@@ -10,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Mapping
@@ -21,6 +24,7 @@ from typing import Final
 
 from model_loader.chunks import CHUNK_BYTES
 from model_loader.errors import IntegrityError, SourceMissing, SourceUnavailable
+from model_loader.file_memory import copy, is_cached, map_file
 from model_loader.manifest import write_atomically
 from model_loader.ranges.source import Tier
 
@@ -28,6 +32,9 @@ HOT_BYTES: Final = 1024 * 1024
 """A cached block at a time. By CPU time of a whole load, 1 MiB took 0.59 s/GB and 512 KiB 0.68 (each block costs the
 interpreter some 20 us); 4 MiB, which do not stay in the cache until they are digested and written, were far slower."""
 COLD_BYTES: Final = CHUNK_BYTES
+MAPPED_BYTES: Final = 512 * 1024
+"""Copied at a time, then digested."""
+_LEAST_MAPPED_BYTES: Final = 64 * 1024
 TRIALS: Final = 6
 """Cold reads of each way before one is chosen."""
 _ALIGNMENT: Final = 4096
@@ -85,7 +92,7 @@ class ColdWays:
 
 
 class _Opened:
-    __slots__ = ("_direct", "_lock", "device", "handle", "nbytes", "path")
+    __slots__ = ("_direct", "_leased", "_lock", "_mapped", "device", "handle", "nbytes", "path")
 
     def __init__(self, path: Path) -> None:
         try:
@@ -95,6 +102,8 @@ class _Opened:
         found = os.fstat(self.handle)
         self.path, self.nbytes, self.device = path, found.st_size, found.st_dev
         self._direct: int | None = None
+        self._mapped: memoryview | None = None
+        self._leased = False
         self._lock = threading.Lock()
 
     @property
@@ -104,10 +113,47 @@ class _Opened:
                 self._direct = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
             return self._direct
 
+    def mapped(self) -> memoryview | None:
+        """The whole file, which cannot change while `is_held` says so; None: that cannot be had here."""
+        with self._lock:
+            if self._mapped is None:
+                self._mapped = memoryview(b"")
+                if self.nbytes and _take_lease(self.handle):
+                    self._leased = True
+                    with contextlib.suppress(OSError):
+                        # NOTE: looking at what was cut off before the lease would end the process.
+                        if os.fstat(self.handle).st_size >= self.nbytes:
+                            self._mapped = map_file(self.handle, self.nbytes)
+            return self._mapped if self._leased and len(self._mapped) else None
+
+    def is_held(self) -> bool:
+        """Whether nobody could open it to write, or cut it, since it was mapped. Once it does not, it is let go, and
+        whoever waits to write may."""
+        with self._lock:
+            if self._leased and fcntl.fcntl(self.handle, fcntl.F_GETLEASE) != fcntl.F_RDLCK:
+                self._leased = False
+                with contextlib.suppress(OSError):
+                    fcntl.fcntl(self.handle, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            return self._leased
+
     def close(self) -> None:
+        # NOTE: a mapping keeps the lease beyond the descriptor's end.
+        if self._leased:
+            fcntl.fcntl(self.handle, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         os.close(self.handle)
         if self._direct is not None:
             os.close(self._direct)
+
+
+def _take_lease(handle: int) -> bool:
+    """Refused where somebody has it open to write, or it is another user's, or the filesystem has no leases."""
+    try:
+        # The kernel says by a signal that somebody waits: by one that is ignored, SIGIO would end the process.
+        fcntl.fcntl(handle, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    except OSError:
+        return False
+    return True
 
 
 class LocalSource:
@@ -122,6 +168,7 @@ class LocalSource:
         self._paths = paths
         self._ways = ways or ColdWays()
         self._opened: dict[str, _Opened] = {}
+        self._looked = threading.local()
         self._lock = threading.Lock()
 
     def __enter__(self) -> LocalSource:
@@ -148,13 +195,35 @@ class LocalSource:
             )
         return count
 
-    def read_cached(self, file: str, offset: int, view: memoryview) -> int:
-        """As `read_into`, of what is in the page cache; 0: it is not."""
+    def read_cached(self, file: str, offset: int, view: memoryview) -> memoryview:
+        """As `read_into`, of what is in the page cache, but gives the bytes to be digested: what is in `view` now, or
+        the file's own, the same as long as `holds`. None of them: it is not there."""
         opened = self._open(file)
+        mapped = opened.mapped() if len(view) >= _LEAST_MAPPED_BYTES else None
+        if mapped is not None:
+            piece = mapped[offset : offset + min(len(view), MAPPED_BYTES)]
+            if self._is_cached(file, opened, offset, offset + len(piece)):
+                copy(view[: len(piece)], piece)
+                return piece
         try:
-            return self._read_cached(opened, offset, view)
+            return view[: self._read_cached(opened, offset, view)]
         except OSError as error:
             raise SourceUnavailable(f"cannot read {opened.path}: {error.strerror}") from error
+
+    def _is_cached(self, file: str, opened: _Opened, begin: int, end: int) -> bool:
+        """Looked at 4 MiB at a time, by each thread where it reads; what goes meanwhile costs waiting, no more."""
+        known: tuple[str, int, int] = getattr(self._looked, "range", ("", 0, 0))
+        if not (known[0] == file and known[1] <= begin and end <= known[2]):
+            known = (file, begin, max(end, min(begin + COLD_BYTES, opened.nbytes)))
+            if not is_cached(opened.handle, begin, known[2] - begin):
+                known = (file, begin, end)
+                if not is_cached(opened.handle, begin, end - begin):
+                    return False
+            self._looked.range = known
+        return True
+
+    def holds(self, file: str) -> bool:
+        return self._open(file).is_held()
 
     def _open(self, file: str) -> _Opened:
         opened = self._opened.get(file)

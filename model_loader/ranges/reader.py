@@ -22,7 +22,7 @@ from typing import Final, Protocol, runtime_checkable
 import xxhash
 
 from model_loader.chunks import CHUNK_BYTES, ChunkList
-from model_loader.errors import IntegrityError, LoaderError, SourceError, SourceMissing
+from model_loader.errors import IntegrityError, LoaderError, SourceError, SourceMissing, SourceUnavailable
 from model_loader.ranges.source import RangeSource, ReadStats
 
 Write = Callable[[int, memoryview], None]
@@ -45,8 +45,13 @@ class Landing(Protocol):
 class CachedSource(Protocol):
     """A source that can say at once whether it has bytes at hand."""
 
-    def read_cached(self, file: str, offset: int, view: memoryview) -> int:
-        """As `read_into`, but 0 where it would have to wait."""
+    def read_cached(self, file: str, offset: int, view: memoryview) -> memoryview:
+        """As `read_into`, but gives the bytes that came: none where it would have to wait. They are those in `view`, or
+        equal to them as long as the source `holds` the file."""
+        ...
+
+    def holds(self, file: str) -> bool:
+        """Whether the file cannot have changed between what was copied of it and what was given."""
         ...
 
 
@@ -76,6 +81,9 @@ DEFAULT_LIMITS: Final = ReadLimits()
 DIRECT_BYTES: Final = 512 * 1024
 """Read into the destination at a time, and digested while it is in the cache."""
 _LEAST_DIRECT_BYTES: Final = 64 * 1024
+"""Of memory that follows on itself: for less, a read of its own costs more than a copy."""
+_DELIVER_BYTES: Final = 1024 * 1024
+"""Digested and handed on at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +93,40 @@ class _Range:
     file: str
     first: int
     count: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """Bytes of a file that are read in one go."""
+
+    file: str
+    begin: int
+    end: int
+    to: int | None
+    """Where the first byte goes, if all of them follow one another there."""
+
+
+class _Digested:
+    """The digests of chunks whose bytes come one after another, in pieces of any size."""
+
+    def __init__(self, first: int, begin: int) -> None:
+        self.index = first
+        self.at = begin
+        self._state = xxhash.xxh3_128()
+        self._has_lent = False
+
+    def update(self, view: memoryview, is_lent: bool, chunks: ChunkList) -> Iterator[tuple[int, bytes, bool]]:
+        """Gives every chunk that is whole now, its digest, and whether any of it was the source's own memory."""
+        while len(view):
+            begin, nbytes = chunks.bounds(self.index)
+            piece = view[: begin + nbytes - self.at]
+            self._state.update(piece)
+            view, self.at = view[len(piece) :], self.at + len(piece)
+            self._has_lent = self._has_lent or is_lent
+            if self.at == begin + nbytes:
+                yield self.index, self._state.digest(), self._has_lent
+                self._has_lent = False
+                self.index, self._state = self.index + 1, xxhash.xxh3_128()
 
 
 class _Stopped(Exception):
@@ -109,6 +151,8 @@ class VerifiedReader:
         self.files = files
         self.stats = stats or ReadStats()
         self._sources = sources
+        # NOTE: what a runtime protocol's isinstance costs (60 us) is more than a block's copy.
+        self._cached = {id(each): each for each in sources if isinstance(each, CachedSource)}
         self._threads = threads or sources[0].threads
         self._range_chunks = max(1, max(s.range_bytes for s in sources) // CHUNK_BYTES)
         self._limits = limits
@@ -232,40 +276,54 @@ class VerifiedReader:
         landed: Callable[[int], None] | None,
     ) -> list[IntegrityError]:
         """Reads the chunks of `missing` and takes out of it those that are right."""
-        chunks = self.files[file]
-        mismatches: list[IntegrityError] = []
+        chunks, mismatches, cached = self.files[file], list[IntegrityError](), self._cached.get(id(source))
         for first, count in list(_runs(missing)):
-            index, at = first, chunks.bounds(first)[0]
-            last_begin, last_bytes = chunks.bounds(first + count - 1)
-            end, digest = last_begin + last_bytes, xxhash.xxh3_128()
-            chunk_end = min(at + CHUNK_BYTES, end)
-            buffer = self._buffer()
-            while at < end:
-                begin_s = time.monotonic()
-                view = plan.direct(source, file, index, at, chunk_end)
-                if view is not None:
-                    self.stats.moved(source.tier, len(view), time.monotonic() - begin_s)
-                    digest.update(view)
-                    at += len(view)
-                    if at == chunk_end:
-                        self._settle(source, file, index, digest.digest(), missing, mismatches, plan, landed)
-                        index, chunk_end, digest = index + 1, min(chunk_end + CHUNK_BYTES, end), xxhash.xxh3_128()
-                    continue
-                got = source.read_into(file, at, buffer[: min(len(buffer), end - at)], within_s=self._limits.range_s)
-                self.stats.moved(source.tier, got, time.monotonic() - begin_s)
-                taken = 0
-                while taken < got:
-                    piece = buffer[taken : min(got, taken + chunk_end - at)]
-                    digest.update(piece)
-                    plan.deliver(file, index, at, piece, write)
-                    taken, at = taken + len(piece), at + len(piece)
-                    if at < chunk_end:
-                        continue
-                    self._settle(source, file, index, digest.digest(), missing, mismatches, plan, landed)
-                    index, chunk_end, digest = index + 1, min(chunk_end + CHUNK_BYTES, end), xxhash.xxh3_128()
-                if self._stop.is_set():
-                    raise _Stopped
+            begin, end = chunks.bounds(first)[0], sum(chunks.bounds(first + count - 1))
+            state = _Digested(first, begin)
+            for piece in plan.segments(file, begin, end):
+                while state.at < piece.end:
+                    for view, is_lent in self._read_some(source, cached, piece, state.at, plan, write):
+                        for index, digest, has_lent in state.update(view, is_lent, chunks):
+                            # Of what was lent, other bytes than those digested may have been copied.
+                            if not has_lent or (cached is not None and cached.holds(file)):
+                                self._settle(source, file, index, digest, missing, mismatches, plan, landed)
+                    if self._stop.is_set():
+                        raise _Stopped
+        if missing and not mismatches:
+            raise SourceUnavailable(f"somebody opened {file} of {source.name} to write while it was read")
         return mismatches
+
+    def _read_some(
+        self,
+        source: RangeSource,
+        cached: CachedSource | None,
+        piece: _Segment,
+        at: int,
+        plan: _Plan,
+        write: Write,
+    ) -> Iterator[tuple[memoryview, bool]]:
+        """Bytes from `at` on, already where they belong, and whether they are the source's own."""
+        begin_s = time.monotonic()
+        view = plan.landing_view(piece, at, piece.end - at if cached is None else DIRECT_BYTES)
+        came = memoryview(b"")
+        if view is not None and cached is not None:
+            came = cached.read_cached(piece.file, at, view)
+        elif view is not None:
+            came = view[: source.read_into(piece.file, at, view, within_s=self._limits.range_s)]
+        if len(came):
+            self.stats.moved(source.tier, len(came), time.monotonic() - begin_s)
+            plan.moved(len(came))
+            yield came, view is not None and came.obj is not view.obj
+            return
+        buffer = self._buffer()
+        got = source.read_into(
+            piece.file, at, buffer[: min(len(buffer), piece.end - at)], within_s=self._limits.range_s
+        )
+        self.stats.moved(source.tier, got, time.monotonic() - begin_s)
+        for taken in range(0, got, _DELIVER_BYTES):
+            part = buffer[taken : min(got, taken + _DELIVER_BYTES)]
+            plan.deliver(piece.file, at + taken, part, write)
+            yield part, False
 
     def _settle(
         self,
@@ -328,29 +386,51 @@ class _Plan:
         if count:
             yield _Range(file, first, count)
 
-    def direct(self, source: RangeSource, file: str, index: int, at: int, chunk_end: int) -> memoryview | None:
-        """What was read into the destination itself from `at` on; None: it has to go by way of a buffer."""
-        if self._landing is None or not isinstance(source, CachedSource):
-            return None
-        end, to = min(at + DIRECT_BYTES, chunk_end), -1
-        for span in self._spans.get((file, index), ()):
-            span_end = span.offset + span.nbytes
-            if span.offset <= at < span_end and to < 0:
-                end, to = min(end, span_end), span.to + at - span.offset
-            elif span.offset < end and span_end > at:
-                return None
-        if to < 0 or end - at < _LEAST_DIRECT_BYTES:
-            return None
-        view = self._landing.view(to, end - at)
-        got = source.read_cached(file, at, view) if view is not None else 0
-        if view is None or got == 0:
-            return None
-        self._landing.moved(got)
-        return view[:got]
+    def segments(self, file: str, begin: int, end: int) -> list[_Segment]:
+        """The bytes from `begin` to `end`, cut where what lies behind one another in the file does not do so in the
+        destination; what is wanted twice, or not at all, or comes in short runs goes by way of a buffer."""
+        if self._landing is None:
+            return [_Segment(file, begin, end, None)]
+        spans = sorted(self._between(file, begin, end), key=lambda span: span.offset)
+        runs: list[_Segment] = []
+        for span in spans:
+            low, high = max(begin, span.offset), min(end, span.offset + span.nbytes)
+            to = span.to + low - span.offset
+            last = runs[-1] if runs else None
+            if last is not None and low < last.end:
+                runs[-1] = _Segment(file, last.begin, max(last.end, high), None)
+            elif last is not None and last.to is not None and low == last.end and to == last.to + low - last.begin:
+                runs[-1] = _Segment(file, last.begin, high, last.to)
+            elif low < high:
+                runs.append(_Segment(file, low, high, to))
+        found: list[_Segment] = []
+        at = begin
+        for run in [each for each in runs if each.to is not None and each.end - each.begin >= _LEAST_DIRECT_BYTES]:
+            if at < run.begin:
+                found.append(_Segment(file, at, run.begin, None))
+            found.append(run)
+            at = run.end
+        if at < end:
+            found.append(_Segment(file, at, end, None))
+        return found
 
-    def deliver(self, file: str, index: int, at: int, piece: memoryview, write: Write) -> None:
+    def _between(self, file: str, begin: int, end: int) -> set[Span]:
+        chunks = range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES))
+        return {span for index in chunks for span in self._spans.get((file, index), ()) if span.nbytes}
+
+    def landing_view(self, piece: _Segment, at: int, most_bytes: int) -> memoryview | None:
+        """The destination's memory from the file's byte `at` on; None: by way of a buffer."""
+        if self._landing is None or piece.to is None:
+            return None
+        return self._landing.view(piece.to + at - piece.begin, min(most_bytes, piece.end - at))
+
+    def moved(self, nbytes: int) -> None:
+        if self._landing is not None:
+            self._landing.moved(nbytes)
+
+    def deliver(self, file: str, at: int, piece: memoryview, write: Write) -> None:
         end = at + len(piece)
-        for span in self._spans.get((file, index), ()):
+        for span in self._between(file, at, end):
             low, high = max(at, span.offset), min(end, span.offset + span.nbytes)
             if low < high:
                 write(span.to + low - span.offset, piece[low - at : high - at])

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from model_loader.manifest import Manifest
-from tests.benchmarks import load_files, load_store, load_token, report
+from tests.benchmarks import load_files, load_peer, load_store, load_token, report
 from tests.benchmarks.load_ways import Bench, drop, load, ours, plain_read, rate, shards, size, theirs, warm
 
 PLAIN_SHARE, PEER_RATIO, DISK_SHARE = 0.60, 2.0, 0.90
@@ -214,6 +214,7 @@ def main(quick: bool) -> bool:
                 take("peak memory", peak_memory(bench, manifest))
                 take("disk", from_disk(bench, manifest))
         manifest = load_files.imported(load_files.random_model(folder, sizes[0][0], sizes[0][1]), folder)
+        take("peer", load_peer.from_peer(bench, manifest))
         take("first token", load_token.first_token(bench, manifest))
         try:
             take("store", load_store.from_store(bench, manifest))

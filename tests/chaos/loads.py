@@ -26,7 +26,7 @@ from typing import Any, Final
 import psutil
 
 from function_runtime.protocol import peer_token
-from model_loader.forms.loading import RATES_NAME, keep_form
+from model_loader.forms.loading import NAME_AT_WORK, RATES_NAME, keep_form
 from model_loader.forms.order import FormOrder
 from model_loader.importer import import_model
 from model_loader.manifest import Manifest
@@ -167,7 +167,7 @@ class Loads:
         """Processes that still load after everything had time to end."""
 
         def loaders() -> list[int]:
-            return [process.pid for process in agent.family() if "model_loader.forms.loading" in process.cmdline()]
+            return [process.pid for process in agent.family() if process.name() == NAME_AT_WORK]
 
         def settled() -> bool:
             with contextlib.suppress(psutil.Error):
@@ -230,7 +230,7 @@ def kill_load(loads: Loads, slot: int, model: int) -> None:
         while time.monotonic() < deadline_s:
             for process in loads.agents[slot].family():
                 with contextlib.suppress(psutil.Error):
-                    if "model_loader.forms.loading" in process.cmdline() and loads.choose.random() < 0.2:
+                    if process.name() == NAME_AT_WORK and loads.choose.random() < 0.2:
                         process.kill()
     loads.refused(said[0], "prepare_failed", "ended with status")
     loads.must_load(slot, model)

@@ -22,6 +22,7 @@ from model_loader.forms.kept import DiskForms, StoredForms, head_of
 from model_loader.forms.loading import keep_form, load_form
 from model_loader.forms.order import FormOrder
 from model_loader.forms.origin import Origin, Rates, is_worth_keeping, rank
+from model_loader.forms.sweeping import forget_checkpoint
 from model_loader.importer import import_model
 from model_loader.llama_layout import recipe_name
 from model_loader.manifest import Manifest
@@ -247,7 +248,7 @@ def test_a_head_with_a_changed_byte_is_no_head(form: PreparedFile) -> None:
 
 def test_an_order_is_said_to_a_process_and_its_outcome_told(order: FormOrder, form: PreparedFile) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "model_loader.forms.loading", order.out],
+        [sys.executable, "-m", "model_loader.forms.loading", "pool"],
         input=order.to_bytes(), stdout=subprocess.PIPE, check=True, timeout=60,
     )  # fmt: skip
     last = json.loads(done.stdout.splitlines()[-1])
@@ -255,8 +256,8 @@ def test_an_order_is_said_to_a_process_and_its_outcome_told(order: FormOrder, fo
     assert same(order.out, form)
     assert FormOrder.parse(order.to_bytes()) == order
     bad = subprocess.run(
-        [sys.executable, "-m", "model_loader.forms.loading", order.out],
-        input=b"{}", stdout=subprocess.PIPE, timeout=60,
+        [sys.executable, "-m", "model_loader.forms.loading", "pool"],
+        input=b"{}\n", stdout=subprocess.PIPE, timeout=60,
     )  # fmt: skip
     assert bad.returncode == 1 and json.loads(bad.stdout.splitlines()[-1])["code"] == "model_format_invalid"
 
@@ -358,8 +359,8 @@ def test_kept_forms_can_be_forgotten(form: PreparedFile, tmp_path: Path) -> None
     store = DirectoryStore(tmp_path / "objects")
     kept = StoredForms(store)
     kept.keep(form)
+    assert forget_checkpoint(store, form.identity).objects == 2
     name = form_name(form.identity, form.recipe)
-    kept.forget(name)
     assert kept.head(name) is None and list(store.list("forms/")) == []
     disk = DiskForms(DiskTier(tmp_path / "disk", 1000))
     assert not disk.keep(form) and disk.head(name) is None

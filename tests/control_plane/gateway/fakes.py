@@ -394,6 +394,9 @@ class FakeSlot:
     async def warm(self, slot_id: str, workers: int) -> None:
         self.warm_target = workers
 
+    async def forget_checkpoint(self, slot_id: str, identity: str) -> None:
+        return
+
     async def evict_pool(self, slot_id: str, key: str) -> None:
         return
 

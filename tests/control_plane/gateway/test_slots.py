@@ -120,6 +120,9 @@ class FakeSlots:
     async def evict_pool(self, slot_id: str, key: str) -> None:
         return
 
+    async def forget_checkpoint(self, slot_id: str, identity: str) -> None:
+        return
+
     async def expect_pool(self, slot_id: str, chances: Mapping[str, float], holds_s: float) -> None:
         return
 

@@ -74,6 +74,9 @@ class SlotView:
     async def warm(self, slot_id: str, workers: int) -> None:
         await self._slot.warm(slot_id, workers)
 
+    async def forget_checkpoint(self, slot_id: str, identity: str) -> None:
+        return
+
     async def evict_pool(self, slot_id: str, key: str) -> None:
         return
 

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from function_runtime.agent.children import Children
+from function_runtime.agent.loaders import Loaders
 from function_runtime.agent.pool import Pool, Tiers
 from model_loader.forms.order import FormOrder
 from model_loader.importer import import_model
+from model_loader.load_order import ProgressCallback
 from model_loader.manifest import Manifest
 from model_loader.recipe import prepare
 from tests.support.checkpoints import make_tiny_llama
@@ -34,18 +36,20 @@ async def test_what_the_agent_made_is_given_to_the_tiers_while_it_is_held(
 ) -> None:
     manifest = import_model(f"file://{make_tiny_llama(tmp_path / 'tiny')}", tmp_path / "models")
     kept: asyncio.Future[tuple[float, tuple[str, ...], bool]] = asyncio.get_running_loop().create_future()
+    pool = Pool(tmp_path / "pool", 1 << 30, Children(), lambda: None, Tiers(tmp_path / "chunks", 1 << 20))
 
-    async def run(pool: Pool, arguments: Sequence[str], said: bytes, *_: object) -> dict[str, Any]:
+    async def run_beside(_: Loaders, arguments: Sequence[str], order: bytes) -> dict[str, Any]:
+        (entry,) = pool.entries()
+        kept.set_result((float(arguments[-1]), entry.holders, entry.state == "ready"))
+        return {"kept": {"disk": 1, "store": 0}}
+
+    async def run(_: Loaders, said: bytes, progress: ProgressCallback) -> dict[str, Any]:
         order = FormOrder.parse(said)
-        if "--keep" in arguments:
-            (entry,) = pool.entries()
-            kept.set_result((float(arguments[-1]), entry.holders, entry.state == "ready"))
-            return {"kept": {"disk": 1, "store": 0}}
         await asyncio.to_thread(prepare, Manifest.load(Path(order.manifest_path)), order.dtype, Path(order.out))
         return MADE
 
-    monkeypatch.setattr(Pool, "_run", run)
-    pool = Pool(tmp_path / "pool", 1 << 30, Children(), lambda: None, Tiers(tmp_path / "chunks", 1 << 20))
+    monkeypatch.setattr(Loaders, "run", run)
+    monkeypatch.setattr(Loaders, "run_beside", run_beside)
     await pool.open()
     await pool.warm(str(manifest.path), "float32")
     seconds, holders, is_there = await asyncio.wait_for(kept, 30)

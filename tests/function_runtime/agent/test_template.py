@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from function_runtime.protocol import Finished, ReplicaState, SlotState
+from model_loader.forms.loading import NAME_AT_WORK
 from tests.function_runtime.worker.conftest import TinyModel, tiny_model
 from tests.support.replica_client import AgentProcess, wait_for, work
 
@@ -128,9 +129,7 @@ def test_a_template_killed_while_it_imports_is_started_again(
 
 
 def preparation_of(agent: AgentProcess) -> psutil.Process:
-    found = wait_for(
-        lambda: [p for p in agent.family() if "model_loader.forms.loading" in p.cmdline()], 10, "a preparation"
-    )
+    found = wait_for(lambda: [p for p in agent.family() if p.name() == NAME_AT_WORK], 10, "a preparation")
     return found[0]
 
 

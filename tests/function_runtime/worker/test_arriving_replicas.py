@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from function_runtime.protocol import Failed, Finished, ReplicaState, Stage
+from model_loader.forms.loading import NAME_AT_WORK
 from model_loader.importer import import_model
 from tests.function_runtime.worker.conftest import TinyModel
 from tests.support.checkpoints import make_tiny_llama
@@ -43,7 +44,7 @@ def half_written(agent: AgentProcess) -> list[Path]:
 def loader_held(agent: AgentProcess) -> Iterator[psutil.Process]:
     """The loader, stopped in the middle. It runs for a moment now and then: the agent ends what stands still."""
     wait_for(lambda: half_written(agent), 60, "a form that arrives")
-    loader = next(p for p in agent.family() if "model_loader.forms.loading" in p.cmdline())
+    loader = next(p for p in agent.family() if p.name() == NAME_AT_WORK)
     over = threading.Event()
 
     def hold() -> None:

@@ -224,8 +224,11 @@ def test_a_window_lets_no_bad_chunk_pass_and_forgets_it() -> None:
 class AtHand(MemorySource):
     """Everything is at hand."""
 
-    def read_cached(self, file: str, offset: int, view: memoryview) -> int:
-        return self.read_into(file, offset, view, within_s=0.0)
+    def read_cached(self, file: str, offset: int, view: memoryview) -> memoryview:
+        return view[: self.read_into(file, offset, view, within_s=0.0)]
+
+    def holds(self, file: str) -> bool:
+        raise AssertionError("nothing was lent")
 
 
 class Memory(Target):

@@ -112,3 +112,52 @@ def test_a_memory_of_ways_that_cannot_be_read_is_no_memory(tmp_path: Path) -> No
         remember.write_bytes(content)
         ways = ColdWays(remember)
         assert {ways.choose(7) for _ in range(2)} == set(Way)
+
+
+def test_a_cached_file_is_lent_while_nobody_can_write_to_it(path: Path) -> None:
+    content, view = path.read_bytes(), memoryview(bytearray(200_000))
+    with LocalSource({"f": path}) as source:
+        came = source.read_cached("f", 100_000, view)
+        assert bytes(came) == bytes(view) == content[100_000:300_000]
+        assert came.obj is not view.obj and source.holds("f")
+        with pytest.raises(BlockingIOError):
+            os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+        assert not source.holds("f")
+        again = source.read_cached("f", 0, view)
+        assert again.obj is view.obj and bytes(again) == content[: len(again)]
+        os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))  # whoever waited may
+    with LocalSource({"f": path}) as source:
+        source.read_cached("f", 0, view)
+    os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))  # nothing is held afterwards
+
+
+def test_a_file_that_is_open_to_write_is_not_lent(path: Path) -> None:
+    view = memoryview(bytearray(200_000))
+    with open(path, "r+b"), LocalSource({"f": path}) as source:
+        assert source.read_cached("f", 0, view).obj is view.obj
+        assert not source.holds("f")
+
+
+def test_a_chunk_that_was_lent_while_somebody_began_to_write_is_read_again(path: Path) -> None:
+    content = path.read_bytes()
+    chunks, target = chunks_of(content), bytearray(len(content))
+
+    class Memory:
+        looks = 0
+
+        def view(self, to: int, nbytes: int) -> memoryview | None:
+            self.looks += 1
+            if self.looks == 3:
+                with pytest.raises(BlockingIOError):
+                    os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+            return memoryview(target)[to : to + nbytes]
+
+        def moved(self, nbytes: int) -> None: ...
+
+    def write(to: int, piece: memoryview) -> None:
+        target[to : to + len(piece)] = piece
+
+    with LocalSource({"f": path}) as source:
+        reading = VerifiedReader({"f": chunks}, [source], threads=1, pause=lambda _: None)
+        reading.read([Span("f", 0, len(content), 0, 0)], write, landing=Memory())
+    assert target == content and reading.stats.retries == 1 and reading.stats.bad_chunks == 0

@@ -1,0 +1,123 @@
+"""Files mapped where huge pages fit: at addresses that are multiples of 2 MiB, file offset and address in step.
+
+What a form costs is mostly its pages: 262,144 of 4 KiB a GB, each zeroed, charged and entered by a fault of its own
+(1.1 to 1.4 s of processor time), and entered again by every process that maps it (0.09 s). `enter_huge` has the kernel
+make one huge page of 2 MiB (MADV_COLLAPSE, which needs no mount option and no setting): 0.4 s a GB for memory that is
+new, and 0.001 s for whoever maps it later. Limits: huge pages need Linux 6.1, else, and where none is free, pages are
+small; addresses are raw: a view must not be used after the file has become shorter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import weakref
+from typing import Final
+
+HUGE_BYTES: Final = 2 * 1024 * 1024
+_PROT_NONE: Final = 0
+_MAP_FIXED: Final = 0x10
+_MAP_NORESERVE: Final = 0x4000
+_MADV_POPULATE_READ: Final = 22
+_MADV_POPULATE_WRITE: Final = 23
+_MADV_COLLAPSE: Final = 25
+_SYS_CACHESTAT: Final = 451
+_FAILED: Final = ctypes.c_void_p(-1).value
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+)  # fmt: skip
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def map_file(handle: int, nbytes: int, *, writable: bool = False) -> memoryview:
+    """The file's first `nbytes`, shared. The mapping goes when the last view of it does. Raises `OSError`."""
+    if nbytes <= 0:
+        return memoryview(b"")
+    # Address space to cut an aligned piece out of; what is beside it is given back.
+    room = nbytes + HUGE_BYTES
+    begin = _map(None, room, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+    address = -(-begin // HUGE_BYTES) * HUGE_BYTES
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    try:
+        _map(address, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, handle)
+    except OSError:
+        _libc.munmap(begin, room)
+        raise
+    end = address + -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    if address > begin:
+        _libc.munmap(begin, address - begin)
+    if begin + room > end:
+        _libc.munmap(end, begin + room - end)
+    held = (ctypes.c_char * nbytes).from_address(address)
+    weakref.finalize(held, _libc.munmap, address, nbytes).atexit = False
+    view = memoryview(held).cast("B")
+    return view if writable else view.toreadonly()
+
+
+def address_of(view: memoryview) -> int:
+    import numpy as np  # not at once: agents map forms and do without
+
+    return int(np.frombuffer(view, np.uint8).ctypes.data) if len(view) else 0
+
+
+def copy(target: memoryview, source: memoryview) -> None:
+    """As many bytes as `target` holds; does not hold the interpreter's lock."""
+    import numpy as np
+
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+class _CacheRange(ctypes.Structure):
+    _fields_ = (("offset", ctypes.c_uint64), ("nbytes", ctypes.c_uint64))
+
+
+class _CacheFound(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recent"))
+
+
+def is_cached(handle: int, offset: int, nbytes: int) -> bool:
+    """Whether all of a file's piece is in the page cache, so that looking at it waits for nothing. Where the kernel has
+    no word for that (cachestat, Linux 6.5), whether its ends are."""
+    found = _CacheFound()
+    wanted = _CacheRange(offset, nbytes)
+    if _libc.syscall(_SYS_CACHESTAT, handle, ctypes.byref(wanted), ctypes.byref(found), 0) == 0:
+        pages = -(-(offset + nbytes) // mmap.PAGESIZE) - offset // mmap.PAGESIZE
+        return bool(found.cached >= pages)
+    byte = bytearray(1)
+    try:
+        return all(os.preadv(handle, [byte], at, os.RWF_NOWAIT) for at in (offset, offset + nbytes - 1))
+    except OSError:
+        return False
+
+
+def enter_for_reading(address: int, nbytes: int) -> bool:
+    """Enters what is there into this process's page tables. Does not hold the interpreter's lock. Best effort."""
+    return bool(_libc.madvise(address, nbytes, _MADV_POPULATE_READ) == 0)
+
+
+def enter_for_writing(address: int, nbytes: int) -> None:
+    """The same, making pages where there are none; a fault could not say that there is no memory. Raises `OSError`."""
+    if _libc.madvise(address, nbytes, _MADV_POPULATE_WRITE) != 0:
+        code = ctypes.get_errno()
+        # EFAULT: a fault there would have ended in SIGBUS.
+        raise OSError(errno.ENOSPC if code == errno.EFAULT else code, os.strerror(code))
+
+
+def enter_huge(address: int) -> bool:
+    """One huge page of the `HUGE_BYTES` at `address`, where the kernel has one to give. Any of them must be there, else
+    it declines: the first is made. Raises `OSError` where there is no memory at all."""
+    enter_for_writing(address, mmap.PAGESIZE)
+    return bool(_libc.madvise(address, HUGE_BYTES, _MADV_COLLAPSE) == 0)
+
+
+def _map(address: int | None, nbytes: int, protection: int, flags: int, handle: int) -> int:
+    found = _libc.mmap(address, nbytes, protection, flags, handle, 0)
+    if found is None or found == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, f"cannot map {nbytes} bytes: {os.strerror(code)}")
+    return int(found)

@@ -1,0 +1,139 @@
+"""A form's memory: huge pages where the kernel has them, the same bytes in any case, no fault where none is left."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from model_loader import form_memory
+from model_loader.errors import OutOfSpace, SourceMissing
+from model_loader.file_memory import HUGE_BYTES, address_of, is_cached, map_file
+from model_loader.form_memory import FormMemory
+from model_loader.manifest import Manifest
+from model_loader.prepared import PreparedFile
+from model_loader.recipe import prepare
+from tests.support.checkpoints import make_tiny_llama
+
+NBYTES = 2 * HUGE_BYTES + 5000
+
+
+@pytest.fixture
+def shared_memory() -> Iterator[Path]:
+    folder = Path("/dev/shm") / f"stoker-test-{secrets.token_hex(6)}"
+    folder.mkdir(mode=0o700)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def new_file(path: Path, nbytes: int) -> int:
+    handle = os.open(path, os.O_RDWR | os.O_CREAT)
+    os.ftruncate(handle, nbytes)
+    return handle
+
+
+def mappings(name: str) -> int:
+    return Path("/proc/self/maps").read_text().count(name)
+
+
+def test_what_is_put_into_a_view_is_in_the_file_whatever_the_pages(shared_memory: Path) -> None:
+    path = shared_memory / "form"
+    handle = new_file(path, NBYTES)
+    memory = FormMemory(path, handle, NBYTES)
+    view = memory.view(HUGE_BYTES - 10, 20)
+    view[:] = bytes(range(20))
+    memory.view(NBYTES - 3, 3)[:] = b"end"
+    content = path.read_bytes()
+    assert content[HUGE_BYTES - 10 : HUGE_BYTES + 10] == bytes(range(20)) and content[-3:] == b"end"
+    assert address_of(memory.look(0, 1)) % HUGE_BYTES == 0
+    os.close(handle)
+
+
+def test_a_retired_form_is_found_grown_and_shrunk_with_what_it_holds(shared_memory: Path) -> None:
+    path = shared_memory / "form"
+    path.write_bytes(b"old" * 100_000)
+    handle = os.open(path, os.O_RDWR)
+    memory = FormMemory.retired(path)
+    assert bytes(memory.look(0, 6)) == b"oldold"
+    os.ftruncate(handle, NBYTES)
+    grown = memory.resized(handle, NBYTES)
+    grown.view(NBYTES - 1, 1)[:] = b"x"
+    assert bytes(grown.view(0, 3)) == b"old" and path.read_bytes()[-1:] == b"x"
+    os.ftruncate(handle, 10)
+    assert grown.resized(handle, 10) is grown and grown.nbytes == 10
+    os.close(handle)
+    with pytest.raises(SourceMissing):
+        FormMemory.retired(shared_memory / "absent")
+
+
+def test_no_memory_left_is_said_and_no_fault(shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(address: int) -> bool:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(form_memory, "enter_huge", full)
+    handle = new_file(shared_memory / "form", NBYTES)
+    with pytest.raises(OutOfSpace, match="form"):
+        FormMemory(shared_memory / "form", handle, NBYTES).view(0, 10)
+    os.close(handle)
+
+
+@pytest.mark.parametrize("answer", ["none free", "slow"])
+def test_huge_pages_that_are_not_to_be_had_are_not_asked_for_again(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    asked: list[int] = []
+    clock = iter(range(1000))
+    monkeypatch.setattr(form_memory.time, "thread_time", lambda: float(next(clock)))
+
+    def huge(address: int) -> bool:
+        asked.append(address)
+        return answer == "slow"
+
+    monkeypatch.setattr(form_memory, "enter_huge", huge)
+    nbytes = 12 * HUGE_BYTES
+    handle = new_file(shared_memory / "form", nbytes)
+    memory = FormMemory(shared_memory / "form", handle, nbytes)
+    memory.view(0, nbytes)[-1:] = b"x"
+    assert len(asked) == (1 if answer == "none free" else 8)
+    os.close(handle)
+
+
+def test_a_mapping_ends_with_its_last_view(shared_memory: Path) -> None:
+    path = shared_memory / "mapped"
+    path.write_bytes(b"abc" * 5000)
+    handle = os.open(path, os.O_RDONLY)
+    view = map_file(handle, 15_000)
+    assert is_cached(handle, 0, 15_000) and is_cached(handle, 4097, 1)
+    os.close(handle)
+    piece = np.frombuffer(view[3:9], np.uint8)
+    assert view.readonly and mappings(str(path)) == 1
+    del view
+    gc.collect()
+    assert piece.tobytes() == b"abcabc" and mappings(str(path)) == 1
+    del piece
+    gc.collect()
+    assert mappings(str(path)) == 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_form_made_in_shared_memory_is_that_made_on_a_disk(
+    tmp_path: Path, shared_memory: Path, imported: Callable[[Path], Manifest], dtype: str
+) -> None:
+    sizes = {"hidden": 512, "heads": 8, "kv_heads": 4, "layers": 3, "vocab": 4096, "dtype": "bfloat16"}
+    manifest = imported(make_tiny_llama(tmp_path / "model", **sizes))
+    prepare(manifest, dtype, tmp_path / "form")
+    prepare(manifest, dtype, shared_memory / "new")
+    (shared_memory / "retired").write_bytes(os.urandom(3 * HUGE_BYTES))
+    prepare(manifest, dtype, shared_memory / "again", recycle=shared_memory / "retired")
+    wanted = PreparedFile.open(tmp_path / "form", verify=True)
+    for name in ("new", "again"):
+        found = PreparedFile.open(shared_memory / name, verify=True)
+        for tensor in wanted.keys():  # noqa: SIM118
+            np.testing.assert_array_equal(found.tensor(tensor), wanted.tensor(tensor))
