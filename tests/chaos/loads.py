@@ -342,11 +342,19 @@ def full_disk(loads: Loads, slot: int, model: int) -> None:
     loads.evict(slot, model)
     loads.prefer(slot, "make")
     before = resource.prlimit(agent.process.pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(agent.process.pid, resource.RLIMIT_FSIZE, (FULL_BYTES, before[1]))
+    # The loader that waits has its limits already.
+    pids = [agent.process.pid, *(process.pid for process in agent.family() if process.pid != agent.process.pid)]
+
+    def limit(most: tuple[int, int]) -> None:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, most)
+
+    limit((FULL_BYTES, before[1]))
     try:
         said = loads.warm(slot, model)
     finally:
-        resource.prlimit(agent.process.pid, resource.RLIMIT_FSIZE, before)
+        limit(before)
     if not said:
         loads.found.wrong.append("a load came to an end on a full disk")
     loads.refused(said, "no space left", "disk_full")
