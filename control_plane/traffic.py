@@ -22,6 +22,7 @@ WHERE f.tenant = :tenant ORDER BY f.name"""
 _STARTS: Final = """
 SELECT cold_us FROM replica_accounts
 WHERE tenant = :tenant AND function = :function AND cold_us > 0 ORDER BY reported_us DESC LIMIT :limit"""
+_MEASURED: Final = "SELECT data FROM start_times WHERE tenant = :tenant AND function = :function"
 _REQUESTS: Final = """
 SELECT created_us, id, input_tokens, cached_tokens, last_seq, first_token_us, finished_us, prefill_us, decode_us
 FROM requests
@@ -50,6 +51,7 @@ class Traffic:
             for name, spec, price in connection.execute(_FUNCTIONS, {"tenant": tenant}).fetchall():
                 values = {"tenant": tenant, "function": name, "limit": STARTS}
                 starts = connection.execute(_STARTS, values).fetchall()
+                measured = connection.execute(_MEASURED, {"tenant": tenant, "function": name}).fetchone()
                 scaling = json.loads(spec).get("scaling", {})
                 found.append(
                     {
@@ -58,6 +60,7 @@ class Traffic:
                         "price_microusd_per_hour": price,
                         "scaling": scaling if isinstance(scaling, dict) else {},
                         "starts_s": [cold_us / 1e6 for (cold_us,) in reversed(starts)],
+                        "start_times": None if measured is None else measured[0],
                     }
                 )
             return found

@@ -93,7 +93,7 @@ def _function(told: dict[str, Any], table: np.ndarray[Any, np.dtype[np.int64]], 
     if service is None:
         service = ASSUMED.service()
         notes.append(f"{told['name']}: too few requests to know its speed; taken for a {ASSUMED.parameters_b:g}B model")
-    starts = StartTimes.of(told["starts_s"])
+    starts = _starts(told)
     if not starts.measured:
         starts = ASSUMED.starts()
         notes.append(f"{told['name']}: never started; start times of a {ASSUMED.parameters_b:g}B model are taken")
@@ -107,6 +107,15 @@ def _function(told: dict[str, Any], table: np.ndarray[Any, np.dtype[np.int64]], 
         min_replicas=int(scaling.get("min_replicas", 0)),
         max_replicas=int(scaling.get("max_replicas", 1)),
     )
+
+
+def _starts(told: dict[str, Any]) -> StartTimes:
+    """By tier, as the control loop measured them; else what replicas were charged before they were ready."""
+    try:
+        measured = StartTimes.from_json(told.get("start_times") or "")
+    except ValueError:
+        measured = StartTimes()
+    return measured if measured.measured else StartTimes.of(told["starts_s"])
 
 
 def service_of(table: np.ndarray[Any, np.dtype[np.int64]], max_requests: int) -> ServiceModel | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from autoscaler.start_times import StartTimes
 from control_plane import traffic
 from control_plane.client import Client, Endpoint
 from control_plane.errors import InvalidRequest
@@ -93,6 +94,19 @@ async def test_the_journal_is_replayed_as_it_was_and_can_be_exported(service: Se
     beside(tmp_path / "own.csv.gz").write_text('[{"name": "smol"}]')
     with pytest.raises(BadTrace, match=r"functions\.json: not what an export writes"):
         with_measured(tmp_path / "own.csv.gz", back, assumed)
+
+
+async def test_starts_are_those_that_were_measured_by_tier(service: Service) -> None:
+    await fill(service)
+    times = StartTimes()
+    times.note("disk", "total", 4.0)
+    values = ("smol", times.to_json())
+    await service.database.write(lambda c: c.execute("INSERT INTO start_times VALUES ('default', ?, 0, ?)", values))
+    client = Client(Endpoint(service.url, service.admin))
+    own = await asyncio.to_thread(from_journal, client, 1.0, lambda name: None)
+    starts = {function.name: function.starts for function in own.functions}
+    assert starts["smol"].expected_s("disk") == 4.0
+    assert not any("smol: never started" in note for note in own.trace.notes)
 
 
 async def test_a_journal_without_traffic_says_so(service: Service) -> None:
