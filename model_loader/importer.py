@@ -35,6 +35,7 @@ from model_loader.manifest import (
     SourceFile,
     checkpoint_identity,
     chunks_path,
+    remove_abandoned,
     write_atomically,
 )
 from model_loader.partial_file import landed_chunks_path, landed_names
@@ -62,6 +63,7 @@ def import_model(
         with locked(record_path.with_suffix(".lock"), waiting):
             known = _recorded(record_path, uri, models_dir, progress)
             if known is not None:
+                remove_abandoned(known.directory)
                 return known
             return _import(uri, models_dir, record_path, allow, progress)
     except OSError as error:
@@ -126,6 +128,7 @@ def _import_files(
         description.config, tensors, description.tokenizer, description.chat_template, special
     )
     directory = models_dir / identity
+    remove_abandoned(directory)
     write_atomically(directory / VOCABULARY_NAME, vocabulary.to_bytes())
     write_atomically(directory / TOKENIZER_NAME, description.tokenizer)
     write_atomically(directory / "config.json", json.dumps(asdict(description.config), indent=2).encode())

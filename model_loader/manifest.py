@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -22,6 +23,7 @@ from typing import Any, Final
 from model_loader.chunks import ChunkList
 from model_loader.errors import FormatError, IntegrityError, SourceMissing
 
+_TEMPORARY: Final = re.compile(r"\..+\.([0-9]+)\.[0-9a-f]{8}\.tmp")
 MANIFEST_VERSION: Final = 2
 READ_VERSIONS: Final = (1, 2)
 MANIFEST_NAME: Final = "manifest.json"
@@ -283,6 +285,13 @@ def write_atomically(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
+
+
+def remove_abandoned(folder: Path) -> None:
+    """What `write_atomically` had begun there when its process was killed."""
+    for path in folder.glob(".*.tmp"):
+        if (named := _TEMPORARY.fullmatch(path.name)) and not os.path.exists(f"/proc/{named[1]}"):
+            path.unlink(missing_ok=True)
 
 
 def sync_directory(path: Path) -> None:

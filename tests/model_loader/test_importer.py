@@ -306,3 +306,19 @@ def test_a_checkpoint_imported_from_two_places_is_loaded_from_the_one_that_is_le
     shutil.rmtree(copy if gone != "second" else tiny)
     with pytest.raises((SourceMissing, IntegrityError), match=r"model\.safetensors"):
         prepare(Manifest.load(manifest.path), "float32", tmp_path / "again")
+
+
+def test_what_a_killed_import_had_begun_is_removed_by_the_next(tiny: Path, imported: Import) -> None:
+    manifest = imported(tiny)
+    killed = subprocess.Popen([sys.executable, "-c", "pass"])
+    killed.wait()
+    left = manifest.directory / f".vocabulary.bin.{killed.pid}.0123abcd.tmp"
+    others = manifest.directory / f".vocabulary.bin.{os.getpid()}.0123abcd.tmp"
+    for record in (manifest.directory.parent / "imports").glob("*.json"):
+        for is_known in (True, False):
+            left.touch()
+            others.touch()
+            if not is_known:
+                record.unlink()
+            assert imported(tiny).identity == manifest.identity
+            assert not left.exists() and others.exists()
