@@ -15,6 +15,7 @@ from autoscaler.decision import Observed, Reason, ScalingSpec
 from autoscaler.forecast import Forecast
 from autoscaler.keeping import spare_kept_s, start_cost_s, start_s
 from autoscaler.marginal import HORIZON_S, capacity, steady, worth_having
+from autoscaler.service import ServiceModel
 
 ASSUMED_CONCURRENCY: Final = 8.0
 KV_FULL: Final = 0.95
@@ -38,6 +39,11 @@ class Need:
     again_s: float | None = None
 
 
+def speeds_of(observed: Observed) -> ServiceModel | None:
+    """Of a replica, where it is known what requests ask of it as well."""
+    return observed.service if observed.output_tokens > 0 else None
+
+
 def needed_for(demand: int, spec: ScalingSpec) -> int:
     """Replicas that `demand` requests at once need by concurrency, within the spec's bounds."""
     target = spec.target_concurrency or ASSUMED_CONCURRENCY
@@ -48,9 +54,10 @@ def places_of(spec: ScalingSpec, observed: Observed) -> float:
     """Requests at once for which one replica is there."""
     if spec.target_concurrency is not None:
         return spec.target_concurrency
-    if observed.service is None:
+    service = speeds_of(observed)
+    if service is None:
         return ASSUMED_CONCURRENCY
-    return observed.service.full_batch(round(observed.prompt_tokens), round(observed.output_tokens))
+    return service.full_batch(round(observed.prompt_tokens), round(observed.output_tokens))
 
 
 def bursting(observed: Observed) -> bool:
@@ -94,7 +101,7 @@ def needed_now(spec: ScalingSpec, observed: Observed, ready: int, starting: int,
     current = ready + starting
     places = places_of(spec, observed)
     by_places = min(max(math.ceil(demand / places), 1), spec.max_replicas)
-    if spec.target_concurrency is None and observed.service is not None:
+    if spec.target_concurrency is None and speeds_of(observed) is not None:
         # Full places are no reason of their own: whether a replica more is worth it is for the marginal rule to say.
         by_places = max(min(by_places, current), 1)
         found = Need(max(by_places, least), Reason.SCALE_OUT, f"{demand} at once in places of {places:g}")
@@ -102,7 +109,7 @@ def needed_now(spec: ScalingSpec, observed: Observed, ready: int, starting: int,
         found = Need(
             max(by_places, least), Reason.SCALE_OUT, f"{demand} at once at a target of {places:g} need {by_places}"
         )
-    if observed.service is not None and (current == 0 or demand > places * ready):
+    if speeds_of(observed) is not None and (current == 0 or demand > places * ready):
         found = _greater(found, _by_worth(spec, observed, now_s))
     if current:
         found = _greater(found, _by_tokens(spec, observed, ready, starting))
@@ -117,7 +124,7 @@ def _greater(one: Need, other: Need | None) -> Need:
 
 
 def _by_worth(spec: ScalingSpec, observed: Observed, now_s: float) -> Need | None:
-    service = observed.service
+    service = speeds_of(observed)
     if service is None:
         return None
     seconds = start_s(observed)
@@ -294,8 +301,9 @@ def _by_rate(spec: ScalingSpec, observed: Observed, forecast: Forecast, demand: 
         worth = rate * start_cost_s(spec, seconds, rate, price, observed.cold_waiters) > spec.devices * price
         if not worth:
             return Need(0, Reason.FORECAST_FLOOR, f"{rate:.2g} a second are too few to wait for", again_s)
-    if observed.service is not None:
-        replicas = steady(spec, observed.service, rate, observed.prompt_tokens, observed.output_tokens, price)
+    service = speeds_of(observed)
+    if service is not None:
+        replicas = steady(spec, service, rate, observed.prompt_tokens, observed.output_tokens, price)
     elif forecast.service_s > 0:
         replicas = math.ceil(rate * forecast.service_s / places_of(spec, observed))
     else:
@@ -306,10 +314,11 @@ def _by_rate(spec: ScalingSpec, observed: Observed, forecast: Forecast, demand: 
 
 def sustained(spec: ScalingSpec, observed: Observed, demand: int) -> int:
     """Replicas that arrivals as they came in the last minute need while they go on."""
-    if observed.service is None or not demand or not observed.arrivals_in_60_s:
+    service = speeds_of(observed)
+    if service is None or not demand or not observed.arrivals_in_60_s:
         return 0
     rate, price = observed.arrivals_in_60_s / 60.0, observed.device_price
-    return steady(spec, observed.service, rate, observed.prompt_tokens, observed.output_tokens, price)
+    return steady(spec, service, rate, observed.prompt_tokens, observed.output_tokens, price)
 
 
 def spare_until_s(spec: ScalingSpec, observed: Observed, rank: int) -> float:

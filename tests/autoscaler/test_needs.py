@@ -62,6 +62,12 @@ def test_somebody_who_waits_at_zero_gets_a_start_however_little_waiting_weighs()
     assert (decision.desired, decision.reason) == (1, Reason.FROM_ZERO)
 
 
+def test_speeds_without_what_requests_ask_of_them_say_nothing() -> None:
+    unknown = {"ready": 1, "in_flight": 8, "waiting": 20, "prompt_tokens": 0.0, "output_tokens": 0.0}
+    with_speeds = decide(AUTO, seen(**unknown, service=MANY), None, NOW_S)
+    assert with_speeds.desired == decide(AUTO, seen(**unknown, service=None), None, NOW_S).desired > 1
+
+
 def test_devices_that_cost_more_are_asked_for_less() -> None:
     queue = seen(ready=1, in_flight=1, waiting=12)
     one = decide(weighing(10.0), queue, None, NOW_S).desired
