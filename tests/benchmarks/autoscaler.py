@@ -69,8 +69,8 @@ BY_WEIGHT = frozenset({"reactive", "stoker", "oracle"})
 _LOADS: dict[str, Load] = {}
 """Read before the processes are forked."""
 _REPLAYS: dict[tuple[str, float, float], Replays] = {}
-REFIT_S = 120.0
-"""Live, forecasts are made anew every minute; on a day of ServeGen clients every two cost no more."""
+REFIT_S = 300.0
+"""Live, forecasts are made anew every minute; on a day of ServeGen clients every five cost no more."""
 
 
 @dataclass(frozen=True, slots=True)
