@@ -22,8 +22,8 @@ _LOCKS: Final = 16
 _TRIALS: Final = 8
 """Huge pages made before their price is judged."""
 _WORTH_S: Final = 0.006
-"""Of processor time; small pages cost 0.002 to make and something wherever they are mapped. Where no huge page is free
-the kernel makes one by moving others."""
+"""Small pages cost 0.002 to make and something wherever they are mapped. Where no huge page is free the kernel makes
+one by moving others, and it waits for every processor each time: on busy ones that is longer than it is worth."""
 
 
 class FormMemory:
@@ -83,9 +83,9 @@ class FormMemory:
         count = min(HUGE_BYTES, self.nbytes - at)
         try:
             if count == HUGE_BYTES and at >= self._new_from and self._asks_huge:
-                begin_s = time.thread_time()
+                begin_s = time.monotonic()
                 if enter_huge(self._address + at):
-                    self._judge(time.thread_time() - begin_s)
+                    self._judge(time.monotonic() - begin_s)
                     return
                 self._asks_huge = False
             enter_for_writing(self._address + at, count)

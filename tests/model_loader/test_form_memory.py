@@ -90,7 +90,7 @@ def test_huge_pages_that_are_not_to_be_had_are_not_asked_for_again(
 ) -> None:
     asked: list[int] = []
     clock = iter(range(1000))
-    monkeypatch.setattr(form_memory.time, "thread_time", lambda: float(next(clock)))
+    monkeypatch.setattr(form_memory.time, "monotonic", lambda: float(next(clock)))
 
     def huge(address: int) -> bool:
         asked.append(address)
