@@ -310,10 +310,13 @@ class ControlLoop:
         moving = self._fleet.successors
         current = [s for s in living if s.revision == target.revision and s.replica_id not in moving]
         old = [status for status in living if status.revision != target.revision]
-        observed = self.observation.of(key, target, lanes, current, old, self.unusable(key, target.revision))
+        forecast = self.forecasting.of(key)
+        observed = self.observation.of(
+            key, target, lanes, current, old, self.unusable(key, target.revision), forecast=forecast
+        )
         spec = target.spec.scaling.to_decide(target.spec.resources.devices, WINDOW_S)
         now_s = time.monotonic()
-        decision = decide(spec, observed, self.forecasting.of(key), now_s)
+        decision = decide(spec, observed, forecast, now_s)
         if decision.ask_again_s is not None:
             self._ask_again(key, decision.ask_again_s)
         self.on_decided(key, target, decision)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from autoscaler.decision import Observed, Phase, ReplicaView
+from autoscaler.forecast import Forecast
 from autoscaler.peaks import Peaks
 from autoscaler.service import ServiceModel
 from control_plane.demand import Demand, Elsewhere, longest
@@ -92,7 +93,10 @@ class Observation:
         current: list[ReplicaStatus],
         old: list[ReplicaStatus],
         unusable: str,
+        *,
+        forecast: Forecast | None = None,
     ) -> Observed:
+        """`forecast`: what requests ask of a replica, on average, is known with it."""
         now_s = time.monotonic()
         elsewhere = self._demand.elsewhere(key)
         views: list[ReplicaView] = []
@@ -151,6 +155,8 @@ class Observation:
             unusable=unusable,
             cold_start_high_s=None if load is None else load.starts.quantile_s(0.9),
             service=self.service(key, target.identity or ""),
+            prompt_tokens=forecast.prompt_tokens if forecast is not None else 0.0,
+            output_tokens=forecast.output_tokens if forecast is not None else 0.0,
             waiting_tokens=sum(lane.waiting_tokens for lane in lanes) + elsewhere.waiting_tokens,
             running_tokens=sum(lane.running_tokens for lane in lanes) + elsewhere.running_tokens,
             kv_used_share=self._kv_used_share(current),

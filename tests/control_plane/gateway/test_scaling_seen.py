@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -93,6 +94,21 @@ async def test_in_advisory_mode_the_forecast_only_says_what_it_would_do(plane: P
     while not await advised():
         pass
     assert len(plane.slot.started) == 1
+
+
+async def test_more_start_where_the_waiting_they_save_is_worth_more_by_measured_speeds(plane: Plane) -> None:
+    await lead(plane)
+    await plane.deploy(scaling={"max_replicas": 4, "target_concurrency": 8, "max_concurrency": 8})
+    slow = ServiceModel(prefill_tokens_per_s=10.0, step_base_s=0.5, step_per_request_s=0.1, max_requests=8)
+    plane.context.loop.observation.service = lambda key, identity: slow
+    fitted = _Fitted()
+    fitted.forecast = Forecast("test", time.monotonic(), prompt_tokens=500.0, output_tokens=200.0)
+    plane.context.loop.forecasting._fitted[KEY] = fitted
+    # Within the target of one replica, which would take a minute to read each prompt, one after the other.
+    await asyncio.gather(*(ask(plane) for _ in range(6)))
+    assert len(plane.slot.started) > 1
+    starts = [event for event in (await why(plane))["timeline"] if event["what"] == "start"]
+    assert any("device-seconds" in start["detail"] for start in starts)
 
 
 async def test_a_start_after_a_death_is_put_down_to_it(plane: Plane) -> None:
