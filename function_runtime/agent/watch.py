@@ -33,7 +33,8 @@ class Watch:
     def __init__(self, slot: Slot, orphan_s: float) -> None:
         self._slot = slot
         self._orphan_s = orphan_s
-        self._stopped_since: dict[int, float] = {}
+        self._stopped_since: dict[int, tuple[float, int]] = {}
+        """Since when, and the processor time it had by then: what ran in between did not stand still."""
         self._looks = 0
         self.read_at_s = time.monotonic()
         """When an event stream was last seen to be read."""
@@ -83,9 +84,13 @@ class Watch:
         return [worker for worker in (*held, *self._slot.workers.waiting) if worker.alive]
 
     def _kill_stopped(self, now_s: float) -> None:
-        stopped = {pid for pid in self._slot.children.pids if process.is_stopped(pid)}
-        self._stopped_since = {pid: self._stopped_since.get(pid, now_s) for pid in stopped}
-        for pid, since_s in self._stopped_since.items():
+        stopped = {pid: process.ran_ns(pid) for pid in self._slot.children.pids if process.is_stopped(pid)}
+        before = self._stopped_since
+        self._stopped_since = {
+            pid: before[pid] if pid in before and before[pid][1] == ran_ns else (now_s, ran_ns)
+            for pid, ran_ns in stopped.items()
+        }
+        for pid, (since_s, _) in self._stopped_since.items():
             if now_s - since_s >= STOPPED_FOR_S:
                 log(f"killing pid={pid}: stopped for {now_s - since_s:.0f} s")
                 self._slot.children.kill(pid)

@@ -16,7 +16,9 @@ from control_plane.budgets import Budgets
 from control_plane.context import AppContext
 from control_plane.database import Database
 from control_plane.decisions import Decisions
+from control_plane.derived import DerivedObjects
 from control_plane.dispatch import Dispatcher
+from control_plane.fleet import Fleet
 from control_plane.functions import FunctionStore
 from control_plane.gateways import Gateways
 from control_plane.journal import Journal
@@ -27,6 +29,7 @@ from control_plane.settings import GatewaySettings, ModelSettings, QueueSettings
 from control_plane.shares import Shares
 from control_plane.standings import Standings
 from control_plane.tenants import Keys, Role
+from model_loader.objects import DirectoryStore
 
 
 @dataclass
@@ -68,7 +71,10 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
     parts = SimpleNamespace(db=database, keys=keys, functions=functions, dispatcher=dispatcher)
     allowed = ("pypi://*", "hf://*", f"file://{tmp_path}/allowed/*")
     parts.journal, parts.settings = journal, Settings(tmp_path, models=ModelSettings(allowed=allowed))
-    parts.fleet = SimpleNamespace(slots={})
+    parts.fleet = Fleet(cast(Any, None), cast(Any, None))
+    """Without a slot there is nothing it asks of its backend."""
+    objects = DirectoryStore(tmp_path / "objects")
+    parts.derived = DerivedObjects(lambda: objects, parts.settings.models_dir, functions, 3600.0)
     gateways = Gateways(database, "gw-1", GatewaySettings(), alone=True)
     parts.gateways, parts.quotas = gateways, Quotas(database)
     serving = Serving(functions, dispatcher, QueueSettings())

@@ -62,11 +62,7 @@ async def test_what_is_only_being_kept_is_evicted(tmp_path: Path, monkeypatch: p
     manifest = import_model(f"file://{make_tiny_llama(tmp_path / 'tiny')}", tmp_path / "models")
     begun, ended = asyncio.Event(), asyncio.Event()
 
-    async def run(pool: Pool, arguments: Sequence[str], said: bytes, *_: object) -> dict[str, Any]:
-        order = FormOrder.parse(said)
-        if "--keep" not in arguments:
-            await asyncio.to_thread(prepare, Manifest.load(Path(order.manifest_path)), order.dtype, Path(order.out))
-            return MADE
+    async def run_beside(_: Loaders, arguments: Sequence[str], order: bytes) -> dict[str, Any]:
         begun.set()
         try:
             await asyncio.Event().wait()
@@ -74,7 +70,13 @@ async def test_what_is_only_being_kept_is_evicted(tmp_path: Path, monkeypatch: p
             ended.set()
         raise AssertionError("never")
 
-    monkeypatch.setattr(Pool, "_run", run)
+    async def run(_: Loaders, said: bytes, progress: ProgressCallback) -> dict[str, Any]:
+        order = FormOrder.parse(said)
+        await asyncio.to_thread(prepare, Manifest.load(Path(order.manifest_path)), order.dtype, Path(order.out))
+        return MADE
+
+    monkeypatch.setattr(Loaders, "run", run)
+    monkeypatch.setattr(Loaders, "run_beside", run_beside)
     pool = Pool(tmp_path / "pool", 1 << 30, Children(), lambda: None, Tiers(tmp_path / "chunks", 1 << 20))
     await pool.open()
     await pool.warm(str(manifest.path), "float32")

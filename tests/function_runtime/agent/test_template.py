@@ -123,7 +123,7 @@ def test_a_template_killed_while_it_imports_is_started_again(
     agent = start_agent()
     spec = tiny_model.spec()
     agent.start_replica(spec)
-    template = wait_for(lambda: [p for p in agent.family() if p.pid != agent.process.pid], 10)[0]
+    template = wait_for(lambda: [p for p in agent.family() if "function_runtime.template" in p.cmdline()], 10)[0]
     template.kill()
     assert agent.until(spec.replica_id, ReplicaState.READY, within_s=90).pid
 

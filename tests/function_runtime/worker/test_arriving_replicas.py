@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,8 +50,9 @@ def loader_held(agent: AgentProcess) -> Iterator[psutil.Process]:
 
     def hold() -> None:
         with contextlib.suppress(ProcessLookupError):
-            while not over.wait(1.0):
+            while not over.wait(0.4):
                 os.kill(loader.pid, signal.SIGCONT)
+                time.sleep(0.003)
                 os.kill(loader.pid, signal.SIGSTOP)
 
     os.kill(loader.pid, signal.SIGSTOP)
