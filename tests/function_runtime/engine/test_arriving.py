@@ -255,7 +255,7 @@ def test_what_is_late_is_waited_for_a_little_and_then_computed(llama2: Checkpoin
     work = resumption(llama2, first, name, 11)
     arriving = Arriving(first, work)
     ticks = itertools.count()
-    arriving.arrival.steering = steering(1e-6, lambda: next(ticks) * 1e-5)
+    arriving.arrival.steering = steering(1e-6, lambda: next(ticks) * 1e-3)
     driver = Watching(llama2.engine(**OPTIONS))
     transcript = driver.submit(work, arriving.arrival)  # type: ignore[arg-type]
     driver.step()
