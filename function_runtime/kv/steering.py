@@ -25,7 +25,8 @@ PATIENCE: Final = 0.08
 """Share of a pass that is waited before anything has come at all."""
 LATE: Final = 2.0
 LATE_S: Final = 0.05
-"""And of a store that was measured lately: as long as it should take, twice, and this much for a busy machine."""
+"""And of a store that was measured lately: as long as it should take, twice, and this much for a busy machine. What is
+expected within this time is waited for, however short the pass."""
 ON_TRACK: Final = 0.4
 """Share of a pass in which everything is expected here and computing does not begin: giving the pass up could cost as
 much as a layer, and reading has the processor to itself."""
@@ -156,7 +157,7 @@ class Steering:
         waited_s = self._waited_s + (now_s - self._waiting_since_s if self._waiting_since_s is not None else 0.0)
         if not alone:
             return left_s < pass_s and waited_s < pass_s
-        most_s = max(ON_TRACK * pass_s, SMALL * costs.between(0, known.total))
+        most_s = max(ON_TRACK * pass_s, SMALL * costs.between(0, known.total), LATE_S)
         return left_s < most_s and waited_s < (most_s if self._supply.completed else self._patience_s(pass_s, most_s))
 
     def _patience_s(self, pass_s: float, most_s: float) -> float:

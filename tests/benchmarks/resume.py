@@ -89,6 +89,8 @@ class Step:
 STEPS = (Step(0, 0.0), Step(100, 0.005), Step(30, 0.02), Step(8, 0.05), Step(0, 0.25))
 QUICK_STEPS = (Step(0, 0.0), Step(30, 0.02), Step(8, 0.05), Step(0, 0.25))
 LONGEST_LOAD_S = 60.0
+SHORT_TOKENS = 1024
+"""Above, computing all is long enough to be measured once for each store, and there are fewer steps and tries."""
 
 
 @dataclass
@@ -232,26 +234,28 @@ def measure(quick: bool) -> list[dict[str, Any]]:
         )
         identity = KvIdentity(checkpoint.manifest.identity, engine.kv_layout, "bench", "bench")
         for context in contexts:
-            tries = 3 if context <= 4096 else 2
+            tries = 3 if context <= SHORT_TOKENS else 2 if context <= 4096 else 1
             report.console.print(f"{context} tokens")
             stored = compute_once(engine, checkpoint.prompt(context), identity, benches)
             resume(engine, stored, identity, None, readers, "recompute")
             for bench in benches:
                 engine.measured.expect_store(*bench.prior)
-                for step in QUICK_STEPS if quick else STEPS:
+                recompute: list[Took] = []
+                for step in QUICK_STEPS if quick or context > SHORT_TOKENS else STEPS:
                     bench.throttle(step)
                     nbytes = sum(c.nbytes for c in stored.work.kv)
                     if step.megabytes_per_s and nbytes / 1e6 / step.megabytes_per_s > LONGEST_LOAD_S:
                         continue  # longer than anybody would wait, here or there
                     # What takes long differs little from time to time.
                     loads = tries if nbytes / 1e6 < 10 * (step.megabytes_per_s or 1e3) else 1
-                    again = tries if context <= 1024 else 1
-                    load, recompute, chose = [], [], [resume(engine, stored, identity, bench, readers, "choose")]
+                    if context <= SHORT_TOKENS:
+                        recompute = []
+                    load, chose = [], [resume(engine, stored, identity, bench, readers, "choose")]
                     # In turn, so that what else goes on meets all three alike.
                     for i in range(tries):
                         if i < loads:
                             load.append(resume(engine, stored, identity, bench, readers, "load"))
-                        if i < again:
+                        if context <= SHORT_TOKENS or not recompute:
                             recompute.append(resume(engine, stored, identity, None, readers, "recompute"))
                         chose.append(resume(engine, stored, identity, bench, readers, "choose"))
                     results.append(_result(context, bench, step, load, recompute, chose))
