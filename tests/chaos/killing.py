@@ -130,6 +130,8 @@ def audit(data_dir: Path) -> dict[str, int]:
     Raises AssertionError with what does not add up; returns the counts.
     """
     with sqlite3.connect(data_dir / "stoker.db") as db:
+        # One look for all: the service may be closing an account between two.
+        db.execute("BEGIN")
         states = dict(db.execute("SELECT state, count(*) FROM requests GROUP BY state").fetchall())
         open_states = {
             state: n for state, n in states.items() if state not in ("done", "cancelled", "refused", "failed")
