@@ -232,27 +232,8 @@ class FakeReplica:
         await self.cut_connections()
 
 
-class FakeSlot:
-    """A backend with one slot in this process."""
-
-    def __init__(self, behaviour: Behaviour | None = None, slot_id: str = "slot-0") -> None:
-        self.slot_id = slot_id
-        self.behaviour = behaviour or Behaviour()
-        self.replicas: dict[str, FakeReplica] = {}
-        self.statuses: dict[str, ReplicaStatus] = {}
-        self.started: list[ReplicaSpec] = []
-        self.ended: list[tuple[str, str]] = []
-        self.in_reach = True
-        self.warm_target = 0
-        self.incarnation = "one"
-        self.on_start: Callable[[ReplicaSpec], None] = lambda spec: None
-        self.make_replica: Callable[[ReplicaSpec, Behaviour], FakeReplica] = FakeReplica
-        self._listeners: dict[int, SlotListener] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    @property
-    def slot_ids(self) -> tuple[str, ...]:
-        return (self.slot_id,)
+class FixedSlots:
+    """What a backend answers whose slots neither come nor go."""
 
     @property
     def classes(self) -> tuple[SlotClass, ...]:
@@ -274,6 +255,29 @@ class FakeSlot:
 
     async def remove_slot(self, slot_id: str) -> None:
         raise SlotUnavailable("this slot stays")
+
+
+class FakeSlot(FixedSlots):
+    """A backend with one slot in this process."""
+
+    def __init__(self, behaviour: Behaviour | None = None, slot_id: str = "slot-0") -> None:
+        self.slot_id = slot_id
+        self.behaviour = behaviour or Behaviour()
+        self.replicas: dict[str, FakeReplica] = {}
+        self.statuses: dict[str, ReplicaStatus] = {}
+        self.started: list[ReplicaSpec] = []
+        self.ended: list[tuple[str, str]] = []
+        self.in_reach = True
+        self.warm_target = 0
+        self.incarnation = "one"
+        self.on_start: Callable[[ReplicaSpec], None] = lambda spec: None
+        self.make_replica: Callable[[ReplicaSpec, Behaviour], FakeReplica] = FakeReplica
+        self._listeners: dict[int, SlotListener] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def slot_ids(self) -> tuple[str, ...]:
+        return (self.slot_id,)
 
     @property
     def living(self) -> list[FakeReplica]:

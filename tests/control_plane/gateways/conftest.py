@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from control_plane.backends.base import SlotClass, SlotListener, SlotUnavailable
+from control_plane.backends.base import SlotListener
 from control_plane.settings import DatabaseSettings, GatewaySettings, HttpSettings, QueueSettings, Settings
 from control_plane.upkeep import Upkeep
 from function_runtime.protocol import Peer, ReplicaSpec, ReplicaStatus
 from tests.control_plane.gateway.conftest import Plane, checkpoint, until
-from tests.control_plane.gateway.fakes import Behaviour, FakeSlot
+from tests.control_plane.gateway.fakes import Behaviour, FakeSlot, FixedSlots
 
 __all__ = ["checkpoint"]
 
 LEASE_S = 1.5
 
 
-class SlotView:
+class SlotView(FixedSlots):
     """One gateway's view of the slot that all share."""
 
     def __init__(self, slot: FakeSlot) -> None:
@@ -31,27 +31,6 @@ class SlotView:
     @property
     def slot_ids(self) -> tuple[str, ...]:
         return self._slot.slot_ids
-
-    @property
-    def classes(self) -> tuple[SlotClass, ...]:
-        return (SlotClass(),)
-
-    def class_of(self, slot_id: str) -> str:
-        return ""
-
-    @property
-    def coming(self) -> Mapping[str, float]:
-        return {}
-
-    @property
-    def leaving(self) -> frozenset[str]:
-        return frozenset()
-
-    async def add_slots(self, class_name: str, count: int) -> int:
-        return 0
-
-    async def remove_slot(self, slot_id: str) -> None:
-        raise SlotUnavailable("this slot stays")
 
     async def start(self, listener: SlotListener) -> None:
         self._slot.listen(id(self), listener)
