@@ -131,6 +131,8 @@ class FunctionStore:
         self._by_model: dict[tuple[str, str], Function] = {}
         self._subscribers: list[Subscriber] = []
         self._changes = Changes()
+        self.slots_are_pods = False
+        """Whether a spec may say what its slots' pods are."""
         self.check: Callable[[FunctionSpec, Function], None] = lambda spec, before: None
         """Refuses what is known not to work of a spec that takes another's place."""
 
@@ -389,6 +391,12 @@ class FunctionStore:
     # --- checking ---------------------------------------------------------------------------------------------
 
     def _check_allowed(self, spec: FunctionSpec) -> None:
+        if spec.pod is not None and not self.slots_are_pods:
+            raise InvalidRequest(
+                "pod: the slots of this service are no pods; leave it out, or deploy on Kubernetes",
+                param="pod",
+                code="no_pods",
+            )
         if not any(fnmatch.fnmatchcase(spec.model, pattern) for pattern in self._models.allowed):
             raise InvalidRequest(
                 f"model: {spec.model} is not among what the administrator allows ({', '.join(self._models.allowed)})",

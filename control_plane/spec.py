@@ -18,6 +18,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from control_plane.errors import InvalidRequest
+from control_plane.pod_spec import PodFields
 from control_plane.scaling_spec import Part, Scaling, Seconds
 from function_runtime.protocol import EngineOptions
 from model_loader.pickles import conversion, is_pickle
@@ -141,6 +142,8 @@ class FunctionSpec(Part):
     labels: dict[str, str] = Field(default={}, max_length=64)
     """Free for the owner's use; shown, never interpreted."""
     engine_options: EngineSettings = EngineSettings()
+    pod: PodFields | None = None
+    """On Kubernetes: which slots it needs, its own image or devices for example. None: those of the default pool."""
 
     @field_validator("name")
     @classmethod
@@ -219,7 +222,11 @@ class FunctionSpec(Part):
 
     def canonical(self) -> str:
         """JSON with sorted keys and all defaults: equal specs have equal text."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        # NOTE: `pod` is left out where there is none, so that specs from before it have the digest they had.
+        without = {"pod"} if self.pod is None else None
+        return json.dumps(
+            self.model_dump(mode="json", exclude=without), sort_keys=True, separators=(",", ":"), ensure_ascii=False
+        )
 
     def digest(self) -> str:
         return hashlib.sha256(self.canonical().encode()).hexdigest()
@@ -276,7 +283,7 @@ def parse_json(body: bytes | str) -> FunctionSpec:
     try:
         return FunctionSpec.model_validate_json(body)
     except ValidationError as error:
-        raise _invalid(error) from None
+        raise invalid_spec(error) from None
 
 
 def parse_mapping(value: Any) -> FunctionSpec:
@@ -331,7 +338,7 @@ def parse_yaml(text: str) -> FunctionSpec:
     return parse_mapping(value)
 
 
-def _invalid(error: ValidationError) -> InvalidRequest:
+def invalid_spec(error: ValidationError) -> InvalidRequest:
     """All faults in one message, the first one's field as `param`."""
     faults: list[tuple[str, str]] = []
     for fault in error.errors(include_url=False, include_context=False, include_input=False):
