@@ -25,8 +25,9 @@ from control_plane.adopting import Adopting
 from control_plane.allowances import Allowances
 from control_plane.api.middleware import error_middleware
 from control_plane.backends.base import Backend
-from control_plane.backends.local import LocalBackend
+from control_plane.backends.local import LinkedSlots, LocalBackend
 from control_plane.backends.shared import SharedBackend
+from control_plane.backends.slot_files import SlotFiles
 from control_plane.budgets import Budgets
 from control_plane.context import CONTEXT, AppContext, new_gateway_id
 from control_plane.database import Database
@@ -73,6 +74,7 @@ from control_plane.shares import Shares
 from control_plane.slot_scaling import SlotScaling
 from control_plane.slot_table import SlotTable
 from control_plane.standings import Standings
+from control_plane.store_tokens import StoreTokens
 from control_plane.tenants import Keys
 from control_plane.traces import open_traces
 from control_plane.upkeep import Upkeep
@@ -131,7 +133,10 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
     if not gateways.alone:
         dispatcher.lanes.granted = queue_shares.granted
         dispatcher.claim_room = lambda key, nbytes, judged: queue_shares.ensure(key, nbytes, judged=judged)
+    slot_files = SlotFiles(settings, StoreTokens(await keys.internal_secret("store")), store.opened)
     slots = backend or _slots(settings, db, gateways, peers)
+    if isinstance(slots, LinkedSlots):
+        slots.files = slot_files
     fleet = Fleet(slots, ledger)
     seating = Seating(fleet, dispatcher, journal, gateways.alone)
     serving = Serving(functions, dispatcher, settings.queue)
@@ -225,6 +230,7 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
         kv_desk=kv_desk,
         kv_collection=kv_collection,
         derived=DerivedObjects(store.opened, settings.models_dir, functions, settings.kv.orphan_s),
+        slot_files=slot_files,
         store=store,
         traces=traces,
     )

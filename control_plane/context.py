@@ -12,6 +12,7 @@ from aiohttp import web
 if TYPE_CHECKING:
     from control_plane.adopting import Adopting
     from control_plane.allowances import Allowances
+    from control_plane.backends.slot_files import SlotFiles
     from control_plane.budgets import Budgets
     from control_plane.database import Database
     from control_plane.decisions import Decisions
@@ -91,6 +92,7 @@ class AppContext:
     kv_desk: KvDesk
     kv_collection: KvCollection
     derived: DerivedObjects
+    slot_files: SlotFiles
     store: StoreWatch
     traces: Traces | None = None
     draining: bool = False

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from control_plane.settings import Settings, SlotRange
+from control_plane.settings import AgentPlace, Settings, SlotRange
 
 
 def _patterns(text: str) -> tuple[str, ...]:
@@ -56,13 +56,21 @@ def store_uri(text: str) -> str:
     from model_loader.errors import LoaderError
     from model_loader.objects.location import S3Location
 
+    if text.startswith("http+stoker:"):
+        from model_loader.objects.http import parse_address
+
+        try:
+            parse_address(text)
+        except LoaderError as error:
+            raise ValueError(str(error)) from error
+        return text.rstrip("/")
     if text.startswith("s3:"):
         try:
             return S3Location.parse(text).uri
         except LoaderError as error:
             raise ValueError(str(error)) from error
     if not text.startswith("file:///"):
-        raise ValueError("expected file:///FOLDER or s3://BUCKET/PREFIX")
+        raise ValueError("expected file:///FOLDER, s3://BUCKET/PREFIX or http+stoker://HOST:PORT")
     return text
 
 
@@ -77,6 +85,8 @@ ENVIRONMENT: Final[dict[str, tuple[str, str, Callable[[str], Any]] | None]] = {
     "STOKER_LEASE_S": ("gateway", "lease_s", _seconds),
     "STOKER_ADVERTISE_URL": ("gateway", "url", str),
     "STOKER_SLOTS": ("slot", "range", SlotRange.parse),
+    "STOKER_AGENTS": ("slot", "agents", AgentPlace.parse_list),
+    "STOKER_AGENT_SECRET_FILE": ("slot", "agent_secret_file", str),
     "STOKER_SLOT_HOLD_S": ("slot", "hold_s", _seconds),
     "STOKER_SLOT_REPLICAS": ("slot", "most_replicas", _count),
     "STOKER_WARM_WORKERS": ("slot", "warm_workers", _count),

@@ -41,6 +41,8 @@ CLOSE_RETRY_S: Final = 2.0
 ASK_AGAIN_S: Final = 2.0
 """Pause before an end is asked for again of an agent that is heard but did not take it."""
 GONE: Final = frozenset({ReplicaState.ENDED, ReplicaState.FAILED})
+TERMINATING: Final = "slot_terminating"
+"""What an agent that is going away answers to a start."""
 STARTING: Final = frozenset({ReplicaState.STARTING, ReplicaState.LOADING})
 
 
@@ -83,8 +85,8 @@ class Fleet:
         """Whether these replicas may end together for a function."""
         self.on_victim: Callable[[str, str], None] = lambda replica_id, reason: None
         """Told of a replica that has to end for another, and why."""
-        self.is_closed: Callable[[str], bool] = lambda slot_id: False
-        """Whether a slot takes no new replica."""
+        self.is_closed: Callable[[str], bool] = self.is_terminating
+        """Whether a slot takes no new replica: it terminates, or somebody drained it."""
         self._closed: set[str] = set()
         self.successors: dict[str, str] = {}
         """Replicas that are starting to take the place of another, with that one."""
@@ -138,6 +140,16 @@ class Fleet:
             return [self.replicas[replica_id] for replica_id in self._living.get(key, ())]
         return [self.replicas[replica_id] for known in self._living.values() for replica_id in known]
 
+    def knows(self, slot_id: str) -> bool:
+        """Whether the slot is one of ours: heard of, or expected."""
+        return slot_id in self.slots or slot_id in self._backend.slot_ids
+
+    def is_terminating(self, slot_id: str) -> bool:
+        """Its agent was told to go: nothing new is placed there; what runs there finishes or is parked by its replica,
+        and goes on elsewhere."""
+        state = self.slots.get(slot_id)
+        return state is not None and state.terminating
+
     def on(self, slot_id: str) -> list[ReplicaStatus]:
         """Living ones there."""
         return [self.replicas[replica_id] for replica_id in self._here.get(slot_id, ())]
@@ -183,7 +195,10 @@ class Fleet:
         except SlotUnavailable as error:
             current = self.replicas.get(spec.replica_id)
             if current is not None and current.state not in GONE:
-                failed = ReplicaError("slot_unavailable", str(error), retry=True)
+                if error.code == TERMINATING and slot_id in self.slots:
+                    self.slots[slot_id] = msgspec.structs.replace(self.slots[slot_id], terminating=True)
+                    self.placing.changed(slot_id)
+                failed = ReplicaError(error.code, str(error), retry=True)
                 if isinstance(error, SlotRefused):
                     failed = ReplicaError(error.code, error.message, retry=False)
                 self._take(slot_id, msgspec.structs.replace(current, state=ReplicaState.FAILED, error=failed))
@@ -235,6 +250,8 @@ class Fleet:
             await self._tell_warm(slot_id)
 
     def warm_target(self, slot_id: str) -> int:
+        if self.is_terminating(slot_id):
+            return self.slots[slot_id].warm_target
         return max(self._warm, self._warm_more.get(slot_id, 0)) if self._warm else 0
 
     async def _tell_warm(self, slot_id: str) -> None:
@@ -268,6 +285,8 @@ class Fleet:
         warmed: list[str] = []
         refused: dict[str, str] = {}
         for slot_id in list(self.slots) if slot_ids is None else slot_ids:
+            if self.is_terminating(slot_id):
+                continue
             try:
                 peers = self._peers(slot_id, identity, warmed)
                 await self._backend.warm_pool(slot_id, manifest_path, dtype, peers)
@@ -311,6 +330,8 @@ class Fleet:
     def slot_state(self, slot_id: str, state: SlotState) -> None:
         known = self.slots.get(slot_id)
         first = known is None or known.incarnation != state.incarnation
+        if state.terminating and (known is None or not known.terminating):
+            logger.info("event=slot_terminating slot=%s replicas=%d", slot_id, len(self.on(slot_id)))
         self.slots[slot_id] = state
         self.placing.changed(slot_id)
         self._empty.discard(slot_id)

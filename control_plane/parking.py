@@ -2,8 +2,9 @@
 
 Every gateway parks what it owns (`apply`); replicas are ended by whoever decides about them (`tend`, from the control
 loop). A drained function's requests wait until it is resumed, none of their limits running; those of a drained slot go
-on at another slot and wait for it like any other. Limits: a request that its replica does not park in time counts as
-lost and is carried on all the same.
+on at another slot and wait for it like any other. A slot that terminates is closed likewise; its own agent drains it,
+by the grace that only it knows. Limits: a request that its replica does not park in time counts as lost and is carried
+on all the same.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Parking:
 
     def is_closed(self, slot_id: str) -> bool:
         """Whether a slot takes no new replica."""
-        return slot_id in self._slots
+        return slot_id in self._slots or self._fleet.is_terminating(slot_id)
 
     def apply(self) -> None:
         """Bring what this gateway does in line with the drains that are on."""

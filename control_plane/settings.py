@@ -6,6 +6,7 @@ Limits: settings are fixed for the life of a process; what belongs to one functi
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -151,6 +152,30 @@ class SlotRange:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class AgentPlace:
+    """Where the agent of a slot on another machine listens."""
+
+    slot_id: str
+    host: str
+    port: int
+
+    @classmethod
+    def parse_list(cls, text: str) -> tuple[AgentPlace, ...]:
+        """`NAME=HOST:PORT,...`. Raises ValueError."""
+        found = []
+        for part in filter(None, (each.strip() for each in text.split(","))):
+            name, equals, address = part.partition("=")
+            host, colon, port = address.rpartition(":")
+            if not (equals and colon and host and port.isascii() and port.isdigit() and _SLOT_NAME.fullmatch(name)):
+                raise ValueError(f"{part!r} is not NAME=HOST:PORT")
+            found.append(cls(name, host.removeprefix("[").removesuffix("]"), int(port)))
+        if len({place.slot_id for place in found}) < len(found):
+            raise ValueError("two agents have the same name")
+        return tuple(found)
+
+
+_SLOT_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
 MOST_SLOTS = 64
 ELASTIC_REPLICAS = 4
 
@@ -175,6 +200,10 @@ class SlotSettings:
     """How long an agent and its replicas live on without a control plane. Shorter than a restart takes, and running
     requests are recomputed instead of carried on."""
 
+    agents: tuple[AgentPlace, ...] = ()
+    """Slots on other machines, which somebody else starts: where their agents listen."""
+    agent_secret_file: str = ""
+    """File with the secret that their tokens are derived from."""
     hold_s: float = 0.0
     """How long a slot that came as needed stays without a replica. 0: as long as getting it again would cost
     (`control_plane.slot_scaling`)."""
@@ -216,7 +245,8 @@ class KvSettings:
 class StoreSettings:
     uri: str = ""
     """Where durable KV lies: `file:///FOLDER` or `s3://BUCKET/PREFIX?endpoint=URL&region=R&path_style=1`; empty: the
-    data directory's `objects/`. Several machines that share requests need one store. Holds no credentials: S3's come
+    data directory's `objects/`, and so does `http+stoker://HOST:PORT`, which says where slots on other machines reach
+    this control plane for it. Several machines that share requests need one store. Holds no credentials: S3's come
     from the environment, a profile or the instance, as for every program that uses boto3."""
 
 
@@ -258,7 +288,17 @@ class Settings:
 
     @property
     def store_uri(self) -> str:
-        return self.store.uri or self.objects_dir.resolve().as_uri()
+        """As this process reaches it."""
+        own = not self.store.uri or self.store.uri.startswith("http+stoker:")
+        return self.objects_dir.resolve().as_uri() if own else self.store.uri
+
+    @property
+    def slot_store_uri(self) -> str:
+        """The same store as slots on other machines reach it; empty: they cannot."""
+        if not self.store.uri or self.store.uri.startswith("file:"):
+            address = self.gateway.url.rstrip("/")
+            return address.replace("http://", "http+stoker://", 1) if address.startswith("http://") else ""
+        return self.store.uri
 
     @property
     def admin_key_path(self) -> Path:

@@ -17,7 +17,7 @@ from control_plane.decisions import Decisions
 from control_plane.demand import Refusals
 from control_plane.dispatch import Dispatcher
 from control_plane.errors import StokerError
-from control_plane.fleet import GONE, Fleet, new_replica_spec
+from control_plane.fleet import GONE, TERMINATING, Fleet, new_replica_spec
 from control_plane.functions import Revision
 from control_plane.lanes import FunctionKey
 from control_plane.peers import Refusal
@@ -76,8 +76,8 @@ class Starting:
 
     def failed(self, key: FunctionKey, status: ReplicaStatus, *, leads: bool) -> None:
         error = status.error
-        if error is None or error.code == "agent_gone":
-            return
+        if error is None or error.code in ("agent_gone", TERMINATING):
+            return  # the slot's end says nothing of the function
         record, now_s = self.record(key, status.revision), time.monotonic()
         record.failed(error, now_s)
         if leads:

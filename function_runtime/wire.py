@@ -33,6 +33,9 @@ class Specialise(Word, frozen=True):
     held_since_ns: int
     artifacts_dir: str = ""
     """Where the slot keeps compiled kernels."""
+    listen_host: str = "127.0.0.1"
+    listen_ports: tuple[int, int] = (0, 0)
+    """First and last of those it may take; (0, 0): any."""
 
 
 class Prepared(Word, frozen=True):

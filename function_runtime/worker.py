@@ -8,6 +8,7 @@ Exit codes: 0 drained, 1 could not become ready or the engine broke, 3 the agent
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -41,10 +42,12 @@ from function_runtime.wire import (
     Warm,
 )
 from model_loader.errors import LoaderError
+from model_loader.objects.location import TOKEN_VARIABLE
 
 EXIT_DRAINED: Final = 0
 EXIT_FAILED: Final = 1
 EXIT_AGENT_GONE: Final = 3
+BACKLOG: Final = 128
 
 
 class EngineBuilder(Protocol):
@@ -132,6 +135,8 @@ def _live(channel: AgentChannel, builder: EngineBuilder) -> int:
     channel.say(Taken())
     _redirect_output(word.log_path)
     os.environ.update(spec.env)
+    if spec.store_token:
+        os.environ[TOKEN_VARIABLE] = spec.store_token
     clock = LifeClock(word.held_since_ns)
     watch = Stopwatch()
     inbox = Inbox()
@@ -149,7 +154,7 @@ def _live(channel: AgentChannel, builder: EngineBuilder) -> int:
             Path(prepared.arriving) if prepared.arriving else None,
         )
         with watch.run("listen"):
-            listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+            listener = _listen(word.listen_host, word.listen_ports)
             serving: Serving | None = None
 
             def loop() -> Serving:
@@ -195,6 +200,20 @@ def _live(channel: AgentChannel, builder: EngineBuilder) -> int:
     totals = kv.store_totals() if kv is not None else StoreTotals()
     channel.say(Farewell(time=clock.read(), stages=tuple(serving.stages.stages), store=totals))
     return EXIT_DRAINED
+
+
+def _listen(host: str, ports: tuple[int, int]) -> socket.socket:
+    """On any free port, or on one of a range, begun somewhere in it: starts at the same time seldom meet there."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    first, last = ports
+    if not first:
+        return socket.create_server((host, 0), family=family, backlog=BACKLOG)
+    count = last - first + 1
+    begin = os.getpid() % count
+    for number in range(count):
+        with contextlib.suppress(OSError):
+            return socket.create_server((host, first + (begin + number) % count), family=family, backlog=BACKLOG)
+    raise SlotError("no_replica_port", f"no port from {first} to {last} is free on {host}", retry=True)
 
 
 def _explain(error: Exception) -> LoadFailed:

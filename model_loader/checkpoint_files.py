@@ -18,6 +18,7 @@ from model_loader.chunks import ChunkDigester, ChunkList
 from model_loader.errors import IntegrityError, SourceMissing
 from model_loader.manifest import Manifest, SourceFile
 from model_loader.origin import origin_sources
+from model_loader.portable import is_elsewhere
 from model_loader.ranges.local import ColdWays, LocalSource
 from model_loader.ranges.source import RangeSource
 
@@ -88,7 +89,14 @@ def own_sources(manifest: Manifest, remember_in: Path) -> Iterator[list[RangeSou
     """This machine's files; where they are not as they were, the same files as another import found them; and the store
     they were fetched from, if they were."""
     with contextlib.ExitStack() as stack:
-        sources: list[RangeSource] = [stack.enter_context(local_source(manifest, remember_in))]
+        sources: list[RangeSource] = []
+        if is_elsewhere(manifest):
+            for origin in origin_sources(manifest, streams=True):
+                stack.callback(origin.close)
+                sources.append(origin)
+            yield sources
+            return
+        sources.append(stack.enter_context(local_source(manifest, remember_in)))
         if not all(file.unchanged() for file in manifest.files):
             sources += [stack.enter_context(LocalSource(paths)) for paths in other_places(manifest)]
         for origin in origin_sources(manifest):

@@ -192,6 +192,17 @@ class Manifest:
             at = end
         return tuple(lists)
 
+    def digest_texts(self, tokenizer: bytes) -> str:
+        """The identity made again of what the manifest says and the tokenizer beside it."""
+        special = {
+            "bos_token": self.bos_token,
+            "eos_token": self.eos_token,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_ids": list(self.eos_token_ids),
+            "add_bos_token": self.add_bos_token,
+        }
+        return checkpoint_identity(self.config, self.tensors, tokenizer, self.chat_template, special)
+
     @property
     def context_length(self) -> int:
         return self.config.max_position

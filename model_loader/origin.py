@@ -14,19 +14,26 @@ from model_loader.chunks import CHUNK_BYTES
 from model_loader.manifest import Manifest
 from model_loader.objects import ObjectStore, open_store
 from model_loader.ranges.source import Tier
-from model_loader.ranges.stored import StoredSource
+from model_loader.ranges.stored import RANGE_BYTES, StoredSource
 
 
 class OriginSource:
     """One store, opened when it is first needed."""
 
     tier: Final = Tier.STORE
-    range_bytes: Final = CHUNK_BYTES
-    """A chunk: it repairs, it does not stream."""
     threads: Final = 4
 
-    def __init__(self, uri: str, keys: dict[str, str], opener: Callable[[str], ObjectStore] | None = None) -> None:
+    def __init__(
+        self,
+        uri: str,
+        keys: dict[str, str],
+        opener: Callable[[str], ObjectStore] | None = None,
+        *,
+        streams: bool = False,
+    ) -> None:
+        """`streams`: everything comes from here; otherwise it repairs, a chunk at a time."""
         self.name = uri
+        self.range_bytes = RANGE_BYTES if streams else CHUNK_BYTES
         self._keys = keys
         self._opener = opener
         self._lock = threading.Lock()
@@ -53,10 +60,10 @@ class OriginSource:
             return self._source
 
 
-def origin_sources(manifest: Manifest) -> Sequence[OriginSource]:
+def origin_sources(manifest: Manifest, *, streams: bool = False) -> Sequence[OriginSource]:
     """One for each store that files of the checkpoint were fetched from; mostly one or none."""
     keys: dict[str, dict[str, str]] = {}
     for file, content in zip(manifest.files, manifest.contents, strict=False):
         if content.origin:
             keys.setdefault(content.origin, {})[file.path] = content.key
-    return [OriginSource(uri, each) for uri, each in keys.items()]
+    return [OriginSource(uri, each, streams=streams) for uri, each in keys.items()]

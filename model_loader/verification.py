@@ -19,7 +19,7 @@ from typing import Final
 from model_loader.chunks import ALGORITHM, ChunkList, digest_chunk
 from model_loader.content import read_files
 from model_loader.errors import LoaderError
-from model_loader.manifest import TOKENIZER_NAME, Manifest, SourceFile, checkpoint_identity
+from model_loader.manifest import TOKENIZER_NAME, Manifest, SourceFile
 from model_loader.progress import Progress, Reporter, run_reporting, say_event
 
 _SHOWN_BAD: Final = 1000
@@ -60,14 +60,7 @@ def _verify_texts(manifest: Manifest) -> Iterator[BadPart]:
     except OSError as error:
         yield BadPart(str(path), 0, 0, "", "", f"{path} cannot be read: {error.strerror}")
         return
-    special = {
-        "bos_token": manifest.bos_token,
-        "eos_token": manifest.eos_token,
-        "bos_token_id": manifest.bos_token_id,
-        "eos_token_ids": list(manifest.eos_token_ids),
-        "add_bos_token": manifest.add_bos_token,
-    }
-    found = checkpoint_identity(manifest.config, manifest.tensors, tokenizer, manifest.chat_template, special)
+    found = manifest.digest_texts(tokenizer)
     if found != manifest.identity:
         yield BadPart(
             str(manifest.path), 0, 0, manifest.identity, found,

@@ -5,8 +5,9 @@ Limits: one session per agent incarnation; an event line may have at most `EVENT
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote
 
 import aiohttp
@@ -15,10 +16,14 @@ import msgspec
 from control_plane.backends.base import SlotRefused, SlotUnavailable
 from function_runtime.protocol import AgentInfo, Peer, ReplicaSpec, ReplicaStatus, SlotEvent, peer_token
 
+if TYPE_CHECKING:
+    from model_loader.portable import Part
+
 CALL_S: Final = 10.0
 SILENCE_S: Final = 10.0
 """The agent sends something every second; this long without is a dead connection, or a machine out of breath."""
 EVENT_BYTES: Final = 16 * 1024 * 1024
+MANIFEST_S: Final = 120.0
 
 
 class _Fault(msgspec.Struct):
@@ -37,7 +42,7 @@ def _refusal(status: int, answer: bytes) -> SlotUnavailable:
     except msgspec.MsgspecError:
         return SlotUnavailable(f"the agent answered {status}: {answer[:300].decode(errors='replace')}")
     if fault.retry or status >= 500:
-        return SlotUnavailable(f"{fault.code}: {fault.message}")
+        return SlotUnavailable(f"{fault.code}: {fault.message}", fault.code)
     return SlotRefused(fault.code, fault.message)
 
 
@@ -50,7 +55,8 @@ class AgentClient:
 
     def __init__(self, info: AgentInfo) -> None:
         self.info = info
-        self._base = f"http://{info.host}:{info.port}"
+        host = f"[{info.host}]" if ":" in info.host else info.host
+        self._base = f"http://{host}:{info.port}"
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> AgentClient:
@@ -96,8 +102,8 @@ class AgentClient:
         """How another slot reads this one's pool."""
         return Peer(self._base, peer_token(self.info.token))
 
-    async def warm_pool(self, manifest_path: str, dtype: str, peers: Sequence[Peer]) -> None:
-        body: dict[str, Any] = {"manifest_path": manifest_path, "dtype": dtype, "peers": peers}
+    async def warm_pool(self, manifest_path: str, dtype: str, peers: Sequence[Peer], **elsewhere: str | bool) -> None:
+        body: dict[str, Any] = {"manifest_path": manifest_path, "dtype": dtype, "peers": peers, **elsewhere}
         await self._call("POST", "/v1/pool/warm", msgspec.json.encode(body), timeout_s=600.0)
 
     async def evict_pool(self, key: str) -> None:
@@ -108,6 +114,17 @@ class AgentClient:
 
     async def expect_pool(self, chances: Mapping[str, float], holds_s: float) -> None:
         await self._call("POST", "/v1/pool/forecast", msgspec.json.encode({"chances": chances, "holds_s": holds_s}))
+
+    async def put_manifest(self, identity: str, parts: Sequence[Part]) -> None:
+        """Sends a checkpoint's manifest and what lies beside it to a slot that has no folder of ours."""
+
+        async def body() -> AsyncIterator[bytes]:
+            yield msgspec.json.encode([(part.name, part.nbytes) for part in parts]) + b"\n"
+            for part in parts:
+                yield await asyncio.to_thread(part.read)
+
+        path = f"/v1/checkpoints/{quote(identity, safe='')}/manifest"
+        await self._call("PUT", path, body(), timeout_s=MANIFEST_S)
 
     async def replica_log(self, replica_id: str, tail_lines: int) -> str:
         body = await self._call("GET", f"/v1/replicas/{quote(replica_id)}/log?tail={tail_lines}")
@@ -123,7 +140,9 @@ class AgentClient:
             raise SlotUnavailable("the agent's client is closed")
         return self._session
 
-    async def _call(self, method: str, path: str, body: bytes | None = None, timeout_s: float = CALL_S) -> bytes:
+    async def _call(
+        self, method: str, path: str, body: bytes | AsyncIterator[bytes] | None = None, timeout_s: float = CALL_S
+    ) -> bytes:
         headers = {"Content-Type": "application/json"} if body is not None else {}
         try:
             async with self._get_session().request(

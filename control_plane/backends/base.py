@@ -17,13 +17,16 @@ from function_runtime.protocol import Peer, ReplicaSpec, ReplicaStatus, SlotStat
 class SlotUnavailable(Exception):
     """The slot's agent cannot be reached now; the backend is already trying to get it back."""
 
+    def __init__(self, message: str, code: str = "slot_unavailable") -> None:
+        super().__init__(message)
+        self.code = code
+
 
 class SlotRefused(SlotUnavailable):
     """The agent is there and says no: the same command would be refused again."""
 
     def __init__(self, code: str, message: str) -> None:
-        super().__init__(f"{code}: {message}")
-        self.code = code
+        super().__init__(f"{code}: {message}", code)
         self.message = message
 
 

@@ -66,6 +66,8 @@ async def _unregistered(info: AgentInfo) -> None:
 class LocalHome:
     """Slot `slot-N` of this data directory, in `<data_dir>/slots/N`."""
 
+    shares_files = True
+
     def __init__(self, settings: Settings, number: int, register: Registrar = _unregistered) -> None:
         self._settings = settings
         self._name = f"slot-{number}"

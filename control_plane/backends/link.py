@@ -26,7 +26,28 @@ HUNG_S: Final = 60.0
 """An agent that lives and has said nothing for this long is hung."""
 
 
+PROBE_S: Final = 2.0
+
+
+async def is_refused(host: str, port: int) -> bool:
+    """Whether nobody listens there any more, as the other machine itself says; silence is no answer."""
+    try:
+        async with asyncio.timeout(PROBE_S):
+            _, writer = await asyncio.open_connection(host, port)
+        writer.close()
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):
+        pass
+    return False
+
+
 class AgentHome(Protocol):
+    @property
+    def shares_files(self) -> bool:
+        """Whether paths of this control plane mean the same there."""
+        ...
+
     async def find(self) -> AgentInfo:
         """The slot's agent; raises SlotUnavailable, or OSError for a directory that cannot be used."""
         ...
@@ -59,6 +80,10 @@ class SlotLink:
         self.heard = False
         """Whether its agent has said anything since this began."""
         self._retiring = False
+
+    @property
+    def shares_files(self) -> bool:
+        return self.home.shares_files
 
     @property
     def agent(self) -> AgentClient:

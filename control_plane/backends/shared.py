@@ -21,7 +21,7 @@ from typing import Final
 
 from control_plane.backends.base import SlotClass, SlotListener, SlotRefused, SlotUnavailable
 from control_plane.backends.home import LocalHome
-from control_plane.backends.link import SlotLink
+from control_plane.backends.link import SlotLink, is_refused
 from control_plane.backends.local import LinkedSlots, OwnSlots
 from control_plane.errors import StokerError
 from control_plane.gateways import Gateways
@@ -31,7 +31,6 @@ from function_runtime.protocol import AgentInfo
 
 logger = logging.getLogger(__name__)
 
-PROBE_S: Final = 2.0
 VOID_SHARE: Final = 1.5
 """Of `orphan_s`: after so much silence an agent whose owner is gone has ended, and so have its replicas."""
 
@@ -44,6 +43,8 @@ def slot_name(data_dir: Path, number: int) -> str:
 
 class RemoteHome:
     """A slot that another gateway registered."""
+
+    shares_files = True
 
     def __init__(
         self, row: SlotRow, missing: Callable[[SlotRow], Awaitable[bool]], void_after_s: float = float("inf")
@@ -70,15 +71,9 @@ class RemoteHome:
         an agent and its replicas outlive their last reader: then whatever was leased there is void, unless its owner
         lives, which sees to it."""
         row = self.row
-        try:
-            async with asyncio.timeout(PROBE_S):
-                _, writer = await asyncio.open_connection(row.info.host, row.info.port)
-            writer.close()
-        except ConnectionRefusedError:
+        if await is_refused(row.info.host, row.info.port):
             await self._missing(row)
             return True
-        except (OSError, TimeoutError):
-            pass
         return time.monotonic() - self._heard_s > self._void_after_s and await self._missing(row)
 
     async def connected(self, info: AgentInfo) -> None:
@@ -117,6 +112,7 @@ class SharedBackend(LinkedSlots):
         self._looking = asyncio.Lock()
         self.on_registered: Callable[[], None] = lambda: None
         """Told when the table has news: an agent of ours, or a place that is wanted or not."""
+        self._attach(settings)
         for number in range(settings.slot.range.most):
             home = self._home(number)
             if number < settings.slot.range.least or home.lives():
@@ -132,7 +128,8 @@ class SharedBackend(LinkedSlots):
         places = self._places.values()
         least, slots = sum(place.least for place in places), self._settings.slot
         bound = slots.most_replicas or (ELASTIC_REPLICAS if len(self._places) > least else 0)
-        return (SlotClass(least=least, most=len(self._places), most_replicas=bound),)
+        attached = len(self._attached)
+        return (SlotClass(least=least + attached, most=len(self._places) + attached, most_replicas=bound),)
 
     @property
     def coming(self) -> Mapping[str, float]:
@@ -162,6 +159,7 @@ class SharedBackend(LinkedSlots):
         return added
 
     async def remove_slot(self, slot_id: str) -> None:
+        self._refuse_attached(slot_id)
         if slot_id not in self._places or slot_id not in self._links:
             raise SlotUnavailable(f"there is no slot {slot_id} any more, or its gateway is gone")
         try:
@@ -178,6 +176,7 @@ class SharedBackend(LinkedSlots):
     async def start(self, listener: SlotListener) -> None:
         self._listener = listener
         self._own.start(listener)
+        self._start_attached(listener)
         await self._claim_places()
         await self.look()
 
@@ -274,5 +273,6 @@ class SharedBackend(LinkedSlots):
 
     async def close(self, *, end_agents: bool, grace_s: float) -> None:
         self._closed = True
+        await self._close_attached()
         await asyncio.gather(*(link.close() for slot_id, link in self._links.items() if slot_id in self._remote))
         await self._own.close(end_agents=end_agents, grace_s=grace_s)

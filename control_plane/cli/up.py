@@ -83,10 +83,16 @@ def settings_of(data_dir: Path, said: Said) -> Settings:
         settings = dataclasses.replace(
             settings, **{group: dataclasses.replace(getattr(settings, group), **said_fields)}
         )
-    if settings.slot.range.most == 0 and not settings.shared:
+    if settings.slot.agents and not settings.slot.agent_secret_file:
+        raise CommandError(
+            "STOKER_AGENTS names agents, and nothing says what they are commanded with",
+            "set STOKER_AGENT_SECRET_FILE to the file with their secret",
+            code="no_agent_secret",
+        )
+    if settings.slot.range.most == 0 and not settings.shared and not settings.slot.agents:
         raise CommandError(
             "without slots nothing can run here",
-            "give it --slots 1 or more, or a --database whose other gateways have slots",
+            "give it --slots 1 or more, STOKER_AGENTS, or a --database whose other gateways have slots",
             code="no_slots",
         )
     return settings

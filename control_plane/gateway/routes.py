@@ -7,7 +7,7 @@ from aiohttp import web
 from control_plane import api
 from control_plane.api import drains
 from control_plane.context import AppContext
-from control_plane.gateway import generate, health, internal, models, operate, responses, resume
+from control_plane.gateway import generate, health, internal, models, operate, responses, resume, store_routes
 
 
 def routes(context: AppContext) -> list[web.RouteDef]:
@@ -45,4 +45,5 @@ def routes(context: AppContext) -> list[web.RouteDef]:
         *drains.routes(),
         *api.routes(context),
         *internal.routes(context),
+        *store_routes.routes(context),
     ]

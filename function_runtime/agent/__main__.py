@@ -1,7 +1,10 @@
 """`python -m function_runtime.agent`: the slot's agent as a process of its own.
 
 Holds `agent.lock`, writes `agent.json` when it listens and removes it at a clean end. Exit codes: 0 ended as asked or
-orphaned, 2 another agent holds the slot. SIGTERM ends it with `TERM_GRACE_S` for its replicas.
+orphaned, 2 another agent holds the slot, or an option cannot be. By default it listens on the loopback address and
+makes a token that `agent.json` tells; with `--listen` and the hashes of two tokens it is a slot on another machine that
+holds no secret. SIGTERM makes the slot terminate: its state says so, nothing new is taken, what runs finishes or is
+parked within `--term-grace-s`, and then it exits.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import fcntl
 import os
 import secrets
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Final
@@ -20,6 +24,8 @@ import msgspec
 from aiohttp import web
 
 from function_runtime import process
+from function_runtime.agent.access import Access
+from function_runtime.agent.address import Address
 from function_runtime.agent.events import log
 from function_runtime.agent.pool import Pool, Tiers
 from function_runtime.agent.server import AgentServer
@@ -41,7 +47,19 @@ def main() -> None:
     parser.add_argument("--form-store", default="", help="object store where forms that take long to make are kept")
     parser.add_argument("--warm", type=int, default=0, help="forked workers kept waiting")
     parser.add_argument("--orphan-s", type=float, default=120.0, help="end when nobody reads the events this long")
+    parser.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="where commands are taken")
+    parser.add_argument("--advertise", default="", metavar="HOST", help="how others reach --listen; needed for 0.0.0.0")
+    parser.add_argument("--replica-ports", default="", metavar="A-B", help="ports of replicas; none: any that is free")
+    parser.add_argument("--token-hash", default="", help="SHA-256 of the token that commands; none: one is made")
+    parser.add_argument("--peer-token-hash", default="", help="SHA-256 of the token that reads the pool")
+    parser.add_argument("--term-grace-s", type=float, default=TERM_GRACE_S, help="what replicas get after a SIGTERM")
     arguments = parser.parse_args()
+    try:
+        address = Address.parse(arguments.listen, arguments.advertise, arguments.replica_ports)
+        hashes = (arguments.token_hash, arguments.peer_token_hash)
+        access = Access.parse(*hashes) if any(hashes) else None
+    except ValueError as error:
+        parser.error(str(error))
     directory: Path = arguments.slot_dir.resolve()
     directory.mkdir(parents=True, exist_ok=True)
     lock = os.open(directory / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -54,10 +72,19 @@ def main() -> None:
     os.ftruncate(lock, 0)
     os.write(lock, f"{os.getpid()}\n".encode())
     process.set_name("stoker-agent")
-    asyncio.run(_run(arguments, directory))
+    try:
+        listener = address.bind()
+    except OSError as error:
+        print(f"cannot listen on {arguments.listen}: {error.strerror or error}", file=sys.stderr)
+        sys.exit(2)
+    asyncio.run(_run(arguments, directory, address, listener, access))
 
 
-async def _run(arguments: argparse.Namespace, directory: Path) -> None:
+async def _run(
+    arguments: argparse.Namespace, directory: Path, address: Address, listener: socket.socket, access: Access | None
+) -> None:
+    terminated = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminated.set)
     disk = directory / "chunks" if arguments.disk_bytes else None
     tiers = Tiers(disk, arguments.disk_bytes, arguments.form_store)
     slot = Slot(
@@ -65,32 +92,30 @@ async def _run(arguments: argparse.Namespace, directory: Path) -> None:
         directory=directory,
         warm=arguments.warm,
         open_pool=lambda children, changed: Pool(arguments.pool_dir, arguments.pool_bytes, children, changed, tiers),
+        address=address,
     )
     watch = Watch(slot, arguments.orphan_s)
-    token = secrets.token_urlsafe(32)
-    server = AgentServer(slot, watch, token)
+    token = "" if access is not None else secrets.token_urlsafe(32)
+    server = AgentServer(slot, watch, access or Access.of_token(token))
     await slot.open()
     runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = runner.addresses[0][1]
+    await web.SockSite(runner, listener).start()
+    port = listener.getsockname()[1]
     info = AgentInfo(
         slot_id=slot.slot_id,
         pid=os.getpid(),
-        host="127.0.0.1",
+        host=address.advertised,
         port=port,
         token=token,
         incarnation=slot.incarnation,
     )
     info_path = directory / "agent.json"
     _write_private(info_path, msgspec.json.encode(info))
-    log(f"agent pid={os.getpid()} slot={slot.slot_id} port={port} warm={arguments.warm}")
-    terminated = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminated.set)
+    log(f"agent pid={os.getpid()} slot={slot.slot_id} address={address.advertised}:{port} warm={arguments.warm}")
     watching = asyncio.create_task(watch.run())
     wishes = {
-        asyncio.create_task(terminated.wait(), name="SIGTERM"): TERM_GRACE_S,
+        asyncio.create_task(terminated.wait(), name="SIGTERM"): arguments.term_grace_s,
         asyncio.create_task(watch.orphaned.wait(), name="nobody reads its events"): ORPHAN_GRACE_S,
         asyncio.create_task(_wait(server.shutdown_wanted), name="asked to shut down"): 0.0,
         watching: 0.0,

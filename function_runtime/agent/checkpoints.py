@@ -36,6 +36,10 @@ class Checkpoints(Protocol):
         """Of the process that waits for the next load; 0: none does."""
         ...
 
+    def use_store(self, token: str) -> None:
+        """What a control plane's object store is read with from now on."""
+        ...
+
     async def open(self) -> None: ...
     async def acquire(self, spec: ReplicaSpec) -> Checkpoint:
         """Held for the replica from then on; it may still be arriving."""

@@ -71,6 +71,7 @@ class Pool:
         self._loaders = Loaders(children, directory)
         self._tiers = tiers
         self._keeping: dict[str, asyncio.Task[None]] = {}
+        self._store_token = ""
         self.loads = LoadTotals()
         self._on_change = on_change
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -81,6 +82,9 @@ class Pool:
     @property
     def loader_pid(self) -> int:
         return self._loaders.waiting_pid
+
+    def use_store(self, token: str) -> None:
+        self._store_token = token
 
     async def open(self) -> None:
         self._scan = asyncio.create_task(self._pool.scan())
@@ -257,6 +261,7 @@ class Pool:
             disk=str(self._tiers.disk or ""),
             disk_bytes=self._tiers.disk_bytes,
             store=self._tiers.store,
+            store_token=self._store_token,
         )
 
 

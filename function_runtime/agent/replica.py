@@ -15,6 +15,7 @@ from typing import Final
 
 import msgspec
 
+from function_runtime.agent.address import LOOPBACK
 from function_runtime.agent.worker_process import WorkerProcess
 from function_runtime.errors import SlotError
 from function_runtime.protocol import (
@@ -43,9 +44,21 @@ FINAL: Final = frozenset({_S.FAILED, _S.ENDED})
 
 
 class Replica:
-    def __init__(self, spec: ReplicaSpec, token: str, on_change: Callable[[Replica], None]) -> None:
+    def __init__(
+        self,
+        spec: ReplicaSpec,
+        token: str,
+        on_change: Callable[[Replica], None],
+        host: str = LOOPBACK,
+        here: ReplicaSpec | None = None,
+    ) -> None:
         self.spec = spec
+        """As it was asked for, and as it is told of."""
+        self.here = here or spec
+        """With the manifest where this slot has it."""
         self.token = token
+        self.host = host
+        """Where gateways reach it."""
         self.state = ReplicaState.STARTING
         self.worker: WorkerProcess | None = None
         self.warm_worker = False
@@ -141,6 +154,7 @@ class Replica:
             state=self.state,
             spec=self.spec,
             pid=self.pid,
+            host=self.host,
             port=self.port,
             token=self.token,
             warm_worker=self.warm_worker,

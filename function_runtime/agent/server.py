@@ -1,6 +1,7 @@
-"""The agent's HTTP face: JSON with a bearer token on the loopback address, events as NDJSON.
+"""The agent's HTTP face: JSON with a bearer token on the agent's address, events as NDJSON.
 
-Bodies are the structures of `function_runtime.protocol`; errors are {"error": {"code", "message", "retry"}}.
+Bodies are the structures of `function_runtime.protocol`; errors are {"error": {"code", "message", "retry"}}. Without a
+token there is only `GET /v1/health`: 200 "ok", or 503 "terminating".
 Limits: a request body has at most `MAX_BODY_BYTES`; a stream whose reader is stuck holds no lease once writes block.
 """
 
@@ -8,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -18,16 +18,18 @@ import msgspec
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
+from function_runtime.agent.access import Access
 from function_runtime.agent.slot import Slot
 from function_runtime.agent.watch import Watch
 from function_runtime.errors import SlotError, SpecError
-from function_runtime.protocol import Peer, ReplicaSpec, SlotEvent, peer_token
+from function_runtime.protocol import Peer, ReplicaSpec, SlotEvent
 from model_loader.errors import LoaderError
 
 MAX_BODY_BYTES: Final = 4 * 1024 * 1024
 MAX_LOG_LINES: Final = 10_000
 _LOG_TAIL_BYTES: Final = 2 * 1024 * 1024
 _STALLED_WRITE_S: Final = 10.0
+HEALTH: Final = "/v1/health"
 POOL_ENTRY: Final = "/v1/pool/{key}"
 POOL_BYTES: Final = "/v1/pool/{key}/bytes"
 T = TypeVar("T")
@@ -41,6 +43,10 @@ class PoolWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     manifest_path: str
     dtype: str
     peers: tuple[Peer, ...] = ()
+    identity: str = ""
+    by_identity: bool = False
+    """As in `ReplicaSpec`."""
+    store_token: str = ""
 
 
 class PoolForecast(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,11 +70,10 @@ def _error(status: int, code: str, message: str, *, retry: bool) -> web.Response
 
 
 class AgentServer:
-    def __init__(self, slot: Slot, watch: Watch, token: str) -> None:
+    def __init__(self, slot: Slot, watch: Watch, access: Access) -> None:
         self._slot = slot
         self._watch = watch
-        self._authorization = f"Bearer {token}".encode()
-        self._peer_authorization = f"Bearer {peer_token(token)}".encode()
+        self._access = access
         self.shutdown_wanted: asyncio.Future[float] = asyncio.get_running_loop().create_future()
 
     def app(self) -> web.Application:
@@ -78,6 +83,7 @@ class AgentServer:
             web.delete("/v1/replicas/{id}", self.end_replica),
             web.get("/v1/replicas/{id}", self.read_replica),
             web.get("/v1/replicas/{id}/log", self.read_log),
+            web.get(HEALTH, self.read_health),
             web.get("/v1/state", self.read_state),
             web.get("/v1/events", self.stream_events),
             web.post("/v1/warm", self.set_warm),
@@ -87,6 +93,7 @@ class AgentServer:
             web.get(POOL_BYTES, self.read_bytes),
             web.delete("/v1/pool/{key}", self.evict),
             web.delete("/v1/checkpoints/{identity}", self.forget),
+            web.put("/v1/checkpoints/{identity}/manifest", self.take_manifest),
             web.post("/v1/shutdown", self.shut_down),
         ])  # fmt: skip
         return app
@@ -95,11 +102,11 @@ class AgentServer:
     async def _guard(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode()
+        given = request.headers.get("Authorization", "")
         resource = request.match_info.route.resource
-        for_peers = request.method == "GET" and resource is not None and resource.canonical in (POOL_ENTRY, POOL_BYTES)
-        as_peer = for_peers and hmac.compare_digest(given, self._peer_authorization)
-        if not as_peer and not hmac.compare_digest(given, self._authorization):
+        asked = resource.canonical if resource is not None and request.method in ("GET", "HEAD") else ""
+        as_peer = asked in (POOL_ENTRY, POOL_BYTES) and self._access.is_peer(given)
+        if asked != HEALTH and not as_peer and not self._access.is_command(given):
             return _error(401, "unauthenticated", "the agent's bearer token is required", retry=False)
         try:
             return await handler(request)
@@ -142,6 +149,10 @@ class AgentServer:
 
         return web.Response(body=await asyncio.to_thread(tail), content_type="text/plain", charset="utf-8")
 
+    async def read_health(self, request: web.Request) -> web.Response:
+        """For probes: nobody is told more than that it lives."""
+        return web.Response(status=503, text="terminating") if self._slot.closing else web.Response(text="ok")
+
     async def read_state(self, request: web.Request) -> web.Response:
         return _json(self._slot.state())
 
@@ -171,7 +182,10 @@ class AgentServer:
 
     async def warm_pool(self, request: web.Request) -> web.Response:
         wish = await _body(request, PoolWish)
-        checkpoint = await self._slot.pool.warm(wish.manifest_path, wish.dtype, wish.peers)
+        path = str(self._slot.manifests.find(wish.identity)) if wish.by_identity else wish.manifest_path
+        if wish.store_token:
+            self._slot.pool.use_store(wish.store_token)
+        checkpoint = await self._slot.pool.warm(path, wish.dtype, wish.peers)
         return _json({"path": checkpoint.path, "tier": checkpoint.tier, "nbytes": checkpoint.nbytes})
 
     async def expect(self, request: web.Request) -> web.Response:
@@ -186,7 +200,15 @@ class AgentServer:
         return _json({"nbytes": await self._slot.pool.evict(request.match_info["key"])})
 
     async def forget(self, request: web.Request) -> web.Response:
-        return _json({"nbytes": await self._slot.pool.forget(request.match_info["identity"])})
+        identity = request.match_info["identity"]
+        nbytes = await self._slot.pool.forget(identity)
+        if not any(replica.spec.identity == identity for replica in self._slot.live):
+            await self._slot.manifests.forget(identity)
+        return _json({"nbytes": nbytes})
+
+    async def take_manifest(self, request: web.Request) -> web.Response:
+        await self._slot.manifests.take(request.match_info["identity"], request.content)
+        return _json({"taken": True})
 
     async def read_entry(self, request: web.Request) -> web.Response:
         key = request.match_info["key"]

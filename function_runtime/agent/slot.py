@@ -18,11 +18,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from function_runtime import process
+from function_runtime.agent.address import LOCAL, Address
 from function_runtime.agent.checkpoints import Checkpoint, Checkpoints
 from function_runtime.agent.children import Children
 from function_runtime.agent.devices import Devices
 from function_runtime.agent.events import EventHub, log
+from function_runtime.agent.manifests import Manifests
 from function_runtime.agent.memory import Baseline, sample
 from function_runtime.agent.replica import Replica
 from function_runtime.agent.worker_process import WorkerProcess
@@ -52,8 +56,11 @@ def _handed(checkpoint: Checkpoint) -> Prepared:
 
 
 class Slot:
-    def __init__(self, *, slot_id: str, directory: Path, warm: int, open_pool: OpenPool) -> None:
+    def __init__(
+        self, *, slot_id: str, directory: Path, warm: int, open_pool: OpenPool, address: Address = LOCAL
+    ) -> None:
         self.slot_id = slot_id
+        self._address = address
         self.directory = directory
         self.incarnation = secrets.token_hex(8)
         self.log_directory = directory / "replicas"
@@ -61,11 +68,13 @@ class Slot:
         self.children = Children()
         self.workers = Workers(self.children, directory, warm, directory / "agent.log", self.slot_changed)
         self.pool = open_pool(self.children, self.slot_changed)
+        self.manifests = Manifests(directory / "manifests")
         self.baseline = Baseline()
         self._devices = Devices()
         self._device_states = self._devices.read()
         self.memory_used_bytes = 0
         self.closing = False
+        """It takes no replica any more."""
         self._replicas: dict[str, Replica] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._told_memory: tuple[int, ...] = ()
@@ -96,14 +105,22 @@ class Slot:
         if known is not None:
             return known.status()
         if self.closing:
-            raise SlotError("agent_ending", "this agent is ending", retry=True)
+            raise SlotError("slot_terminating", f"the slot {self.slot_id} is ending: start it elsewhere", retry=True)
         if not spec.replica_id or "/" in spec.replica_id or spec.replica_id.startswith("."):
             raise SpecError(f"replica_id {spec.replica_id!r} is no plain name")
-        replica = Replica(spec, secrets.token_urlsafe(32), self._replica_changed)
+        here = self._with_own_manifest(spec)
+        replica = Replica(spec, secrets.token_urlsafe(32), self._replica_changed, self._address.advertised, here)
+        if spec.store_token:
+            self.pool.use_store(spec.store_token)
         self._replicas[replica.id] = replica
         self._tasks[replica.id] = asyncio.create_task(self._live(replica), name=f"replica {replica.id}")
         replica.changed()
         return replica.status()
+
+    def _with_own_manifest(self, spec: ReplicaSpec) -> ReplicaSpec:
+        if not spec.by_identity or spec.options.engine == STUB:
+            return spec
+        return msgspec.structs.replace(spec, manifest_path=str(self.manifests.find(spec.identity)))
 
     def end_replica(self, replica_id: str, grace_s: float, reason: str) -> ReplicaStatus | None:
         """Asks it to end; asked again, the new grace counts. None: no such replica."""
@@ -198,7 +215,7 @@ class Slot:
         if replica.spec.options.engine == STUB:
             return Checkpoint("", "none", 0)
         begin_ns = time.monotonic_ns()
-        checkpoint = await self.pool.acquire(replica.spec)
+        checkpoint = await self.pool.acquire(replica.here)
         replica.landing, replica.mappable_ns = checkpoint.landing, time.monotonic_ns()
         replica.add_stage("prepare", begin_ns, nbytes=checkpoint.nbytes, tier=checkpoint.tier, detail=checkpoint.detail)
         return checkpoint
@@ -223,7 +240,13 @@ class Slot:
         replica.add_stage("worker", begin_ns, detail="waiting" if replica.warm_worker else "started")
         worker.say(
             Specialise(
-                replica.spec, replica.token, str(log_path), replica.created_ns, str(self.directory / "artifacts")
+                replica.here,
+                replica.token,
+                str(log_path),
+                replica.created_ns,
+                str(self.directory / "artifacts"),
+                self._address.host,
+                self._address.replica_ports,
             )
         )
         handed = checkpoint.done()
@@ -333,6 +356,7 @@ class Slot:
             template_import_us=self.workers.template.import_us,
             loads=self.pool.loads,
             devices=self._device_states,
+            terminating=self.closing,
         )
 
     def _replica_changed(self, replica: Replica) -> None:
@@ -357,8 +381,10 @@ class Slot:
         self.closing = True
 
     async def close(self, grace_s: float, reason: str) -> None:
-        """Ends every replica, the workers that wait, and the template."""
+        """Ends every replica within the grace, then the workers that wait, and the template. Whoever reads the events
+        hears at once that nothing new goes here."""
         self.closing = True
+        self._announce()
         tasks = list(self._tasks.values())
         for replica in self.live:
             self.end_replica(replica.id, grace_s, reason)

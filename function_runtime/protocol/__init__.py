@@ -68,7 +68,9 @@ from function_runtime.protocol.slots import (
     SlotState,
     Stage,
     StoreTotals,
+    agent_token,
     peer_token,
+    token_hash,
 )
 
 __all__ = [
@@ -129,8 +131,10 @@ __all__ = [
     "Value",
     "Welcome",
     "Work",
+    "agent_token",
     "decode_gateway",
     "decode_replica",
     "encode",
     "peer_token",
+    "token_hash",
 ]

@@ -58,6 +58,17 @@ class Peer(Value, frozen=True):
     """Reads the pool, and nothing else of that agent."""
 
 
+def agent_token(secret: bytes, slot_id: str) -> str:
+    """What commands the agent of a slot that was not started here: derived where it is needed, kept nowhere. The agent
+    is given only its SHA-256, and that of its `peer_token`."""
+    return hmac.new(secret, f"stoker agent:{slot_id}".encode(), hashlib.sha256).hexdigest()
+
+
+def token_hash(token: str) -> str:
+    """All that an agent on another machine is told of a token."""
+    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
+
+
 def peer_token(agent_token: str) -> str:
     """What lets another slot read an agent's pool, made from what lets the control plane command it."""
     return hmac.new(agent_token.encode(), b"stoker: read the warm pool", hashlib.sha256).hexdigest()
@@ -79,6 +90,11 @@ class ReplicaSpec(Value, frozen=True):
     start_timeout_s: float = 600.0
     peers: tuple[Peer, ...] = ()
     """Slots whose pools hold the prepared form already."""
+    by_identity: bool = False
+    """The slot shares no folder with the control plane: the manifest is the slot's own copy, found by `identity`, and
+    `manifest_path` only says where the control plane has its own."""
+    store_token: str = ""
+    """What `kv_store` and the checkpoint's store are used with where they are a control plane's; the slot's own."""
 
 
 class Stage(Value, frozen=True):
@@ -212,6 +228,8 @@ class SlotState(Value, frozen=True):
     loads: LoadTotals = msgspec.field(default_factory=LoadTotals)
     devices: tuple[DeviceState, ...] = ()
     """Empty: an agent that does not tell yet."""
+    terminating: bool = False
+    """The slot is going away: it takes nothing new, what runs finishes or is parked within its grace, then it ends."""
 
 
 class SlotEvent(Value, frozen=True):

@@ -33,6 +33,7 @@ from model_loader.forms.order import FormOrder
 from model_loader.forms.origin import MAKE, Origin, Rates, is_worth_keeping, rank
 from model_loader.llama_layout import recipe_name
 from model_loader.manifest import Manifest
+from model_loader.objects.location import TOKEN_VARIABLE
 from model_loader.prepared import PreparedFile
 from model_loader.progress import Progress, run_reporting
 from model_loader.ranges.peer import Peers, PeerSource
@@ -200,6 +201,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     def work(report: ProgressCallback) -> dict[str, object]:
         order = FormOrder.parse(line)
+        if order.store_token:
+            os.environ[TOKEN_VARIABLE] = order.store_token
         if given.keep is not None:
             return {"kept": keep_form(order, given.keep)}
         loaded = load_form(order, report)

@@ -1,6 +1,6 @@
 """What a loading process is told: which form, where to, and what places there are. JSON, on its stdin.
 
-Limits: it holds the peers' tokens, so it is never written to disk or shown in a list of processes.
+Limits: it holds tokens of peers and store, so it is never written to disk or shown in a list of processes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class FormOrder:
     store: str = ""
     """URI of the object store where forms are kept; empty: none."""
     threads: int = 0
+    store_token: str = ""
+    """What stores of a control plane are used with (`model_loader.objects.http`)."""
 
     @staticmethod
     def parse(raw: bytes) -> FormOrder:

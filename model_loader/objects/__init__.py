@@ -3,6 +3,7 @@
     protocol    what every store does         resilience  retries, budget, deadline, circuit breaker
     directory   files of one machine          stats       what was asked and moved, for the bill and the metrics
     s3          buckets, by boto3             location    which store a URI names
+    http        the directory of a control plane, for slots elsewhere
 
 Limits: S3 needs the extra `s3` (boto3), imported when the first S3 store is opened and not before.
 """

@@ -11,7 +11,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -111,13 +111,22 @@ class DirectoryStore:
                 raise StoreError(f"cannot look at object {key}: {error.strerror}") from error
             return found.st_size if stat.S_ISREG(found.st_mode) else None
 
-    def list(self, prefix: str, *, within_s: float | None = None) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, *, within_s: float | None = None, after: str = "") -> Iterator[ObjectInfo]:
+        """`after`: only keys behind this one; folders that lie before it are not looked into."""
         folder, _, _ = prefix.rpartition("/")
         if folder:
             check_key(folder)
         with self._counted("list", None):
             pass
-        yield from self._walk(folder, prefix)
+        yield from self._walk(folder, prefix, after)
+
+    def begin(self, key: str, *, durable: bool = True) -> ObjectWriter:
+        """An object that comes piece by piece."""
+        return ObjectWriter(self._path(key), self._temporary, key, durable)
+
+    def path_of(self, key: str) -> Path:
+        """Where the object lies, if it is there."""
+        return self._path(key)
 
     def delete(self, key: str, *, within_s: float | None = None) -> None:
         path = self._path(key)
@@ -165,29 +174,9 @@ class DirectoryStore:
             self.stats.count(kind, nbytes=operation.nbytes, seconds=time.monotonic() - begin_s, failed=failed)
 
     def _write(self, key: str, parts: tuple[Buffer, ...], durable: bool, operation: _Operation) -> int:
-        target = self._path(key)
-        temporary = self._temporary / f"{os.getpid()}-{secrets.token_hex(8)}"
-        try:
-            try:
-                made = _make_folders(target.parent)
-                handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-                try:
-                    nbytes = _write_parts(handle, parts, operation)
-                    if durable:
-                        os.fsync(handle)
-                finally:
-                    os.close(handle)
-                os.replace(temporary, target)
-                if durable:
-                    for folder in (target.parent, *made):
-                        _sync_folder(folder)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    temporary.unlink(missing_ok=True)
-                raise
-        except OSError as error:
-            raise _unwritable(error, f"object {key}") from error
-        return nbytes
+        with self.begin(key, durable=durable) as writer:
+            writer.write(*parts, go_on=operation.go_on)
+            return writer.commit()
 
     @contextlib.contextmanager
     def _opened(self, key: str) -> Iterator[int]:
@@ -213,7 +202,7 @@ class DirectoryStore:
         except OSError as error:
             raise StoreError(f"cannot read object {key}: {error.strerror}") from error
 
-    def _walk(self, folder: str, prefix: str) -> Iterator[ObjectInfo]:
+    def _walk(self, folder: str, prefix: str, after: str) -> Iterator[ObjectInfo]:
         try:
             with os.scandir(self.root / folder) as scan:
                 found = [(e.name, e.is_dir(follow_symlinks=False), e) for e in scan if not e.name.startswith(".")]
@@ -223,9 +212,10 @@ class DirectoryStore:
         for name, is_folder, entry in sorted(found, key=lambda f: f[0] + "/" * f[1]):
             key = f"{folder}/{name}" if folder else name
             if is_folder:
-                if f"{key}/".startswith(prefix) or prefix.startswith(f"{key}/"):
-                    yield from self._walk(key, prefix)
-            elif key.startswith(prefix):
+                behind = f"{key}/" > after or after.startswith(f"{key}/")
+                if behind and (f"{key}/".startswith(prefix) or prefix.startswith(f"{key}/")):
+                    yield from self._walk(key, prefix, after)
+            elif key.startswith(prefix) and key > after:
                 with contextlib.suppress(FileNotFoundError):
                     found_now = entry.stat()
                     version = f"{found_now.st_ino}-{found_now.st_mtime_ns}"
@@ -237,6 +227,63 @@ class DirectoryStore:
             with contextlib.suppress(OSError):
                 if path.stat().st_mtime < before_s:
                     path.unlink()
+
+
+class ObjectWriter:
+    """An object on its way: a temporary file that gets its name with `commit`. Leaving the context without it, or
+    `abandon`, leaves nothing behind. Raises StoreRefused and OutOfSpace."""
+
+    def __init__(self, target: Path, temporary_dir: Path, key: str, durable: bool) -> None:
+        self._target = target
+        self._key = key
+        self._durable = durable
+        self._temporary = temporary_dir / f"{os.getpid()}-{secrets.token_hex(8)}"
+        self._nbytes = 0
+        with self._told():
+            self._made = _make_folders(target.parent)
+            self._handle = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._open = True
+
+    def __enter__(self) -> ObjectWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abandon()
+
+    def write(self, *parts: Buffer, go_on: Callable[[], None] = lambda: None) -> None:
+        with self._told():
+            self._nbytes += _write_parts(self._handle, parts, go_on)
+
+    def commit(self) -> int:
+        """From now on it is there, all of it; gives its bytes."""
+        with self._told():
+            if self._durable:
+                os.fsync(self._handle)
+            self._close()
+            os.replace(self._temporary, self._target)
+            if self._durable:
+                for folder in (self._target.parent, *self._made):
+                    _sync_folder(folder)
+        return self._nbytes
+
+    def abandon(self) -> None:
+        if self._open:
+            self._close()
+            with contextlib.suppress(OSError):
+                self._temporary.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        self._open = False
+        os.close(self._handle)
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._temporary.unlink(missing_ok=True)
+            raise _unwritable(error, f"object {self._key}") from error
 
 
 def _make_folders(folder: Path) -> list[Path]:
@@ -252,12 +299,12 @@ def _make_folders(folder: Path) -> list[Path]:
     return made
 
 
-def _write_parts(handle: int, parts: tuple[Buffer, ...], operation: _Operation) -> int:
+def _write_parts(handle: int, parts: tuple[Buffer, ...], go_on: Callable[[], None]) -> int:
     """Gathers all parts with few system calls and without joining them."""
     views = [view for part in parts if len(view := memoryview(part).cast("B"))]
     total = sum(len(view) for view in views)
     while views:
-        operation.go_on()
+        go_on()
         written = os.writev(handle, views[:_VECTORS])
         while written:
             if written >= len(views[0]):

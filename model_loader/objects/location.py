@@ -2,6 +2,7 @@
 
     file:///FOLDER
     s3://BUCKET[/PREFIX][?endpoint=URL&region=REGION&path_style=1]
+    http+stoker://HOST:PORT        the store of a control plane that keeps its own
 
 Limits: a URI holds no credentials: those come from boto3's own chain (environment, profile, instance).
 """
@@ -21,6 +22,8 @@ from model_loader.objects.protocol import check_key
 if TYPE_CHECKING:
     from model_loader.objects.protocol import ObjectStore
 
+TOKEN_VARIABLE: Final = "STOKER_STORE_TOKEN"
+"""What an `http+stoker://` store is used with."""
 _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _YES: Final = {"1": True, "true": True, "0": False, "false": False}
 
@@ -91,4 +94,8 @@ def open_store(uri: str) -> ObjectStore:
                 f"object store {location.uri} needs {error.name}: pip install 'stoker[s3]', or give file:///FOLDER"
             ) from error
         return S3Store(location)
+    if parts.scheme == "http+stoker":
+        from model_loader.objects.http import HttpStore
+
+        return HttpStore(uri)
     raise SourceRefused(f"object store {uri!r} is not supported: give file:///FOLDER or s3://BUCKET/PREFIX")

@@ -117,6 +117,8 @@ def home_of(machine: Machine) -> type:
         return
 
     class Home:
+        shares_files = True
+
         def __init__(
             self, settings: Settings, number: int, register: Callable[[AgentInfo], Awaitable[None]] = nobody
         ) -> None:

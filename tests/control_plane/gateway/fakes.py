@@ -270,6 +270,8 @@ class FakeSlot(FixedSlots):
         self.in_reach = True
         self.warm_target = 0
         self.incarnation = "one"
+        self.terminating = False
+        self.refused = 0
         self.on_start: Callable[[ReplicaSpec], None] = lambda spec: None
         self.make_replica: Callable[[ReplicaSpec, Behaviour], FakeReplica] = FakeReplica
         self._listeners: dict[int, SlotListener] = {}
@@ -295,7 +297,7 @@ class FakeSlot(FixedSlots):
 
     def tell_state(self, only: int | None = None) -> None:
         state = SlotState(self.slot_id, 1, self.incarnation, True, 0, self.warm_target, 0, 0,
-                          replicas=tuple(self.statuses.values()))  # fmt: skip
+                          replicas=tuple(self.statuses.values()), terminating=self.terminating)  # fmt: skip
         for reader, listener in list(self._listeners.items()):
             if only in (None, reader):
                 listener.slot_state(self.slot_id, state)
@@ -314,6 +316,13 @@ class FakeSlot(FixedSlots):
         self.statuses.clear()
         for listener in list(self._listeners.values()):
             listener.slot_lost(self.slot_id, "the machine is gone", agent_gone=True)
+
+    async def terminate(self) -> None:
+        """Like a SIGTERM to its agent."""
+        self.terminating = True
+        self.tell_state()
+        for replica in self.living:
+            await self.end_replica(self.slot_id, replica.spec.replica_id, 10.0, "the agent ends: SIGTERM")
 
     def come_back(self) -> None:
         self.in_reach = True
@@ -343,6 +352,9 @@ class FakeSlot(FixedSlots):
     async def start_replica(self, slot_id: str, spec: ReplicaSpec) -> ReplicaStatus:
         if not self.in_reach:
             raise SlotUnavailable("out of reach")
+        if self.terminating:
+            self.refused += 1
+            raise SlotUnavailable("slot_terminating: the slot is ending", "slot_terminating")
         self.started.append(spec)
         self.on_start(spec)
         status = ReplicaStatus(spec.replica_id, spec.function, spec.revision, ReplicaState.STARTING, spec,

@@ -1,7 +1,8 @@
-"""The stores that the contract is tested over: a directory, and S3 as SeaweedFS serves it."""
+"""The stores that the contract is tested over: a directory, that of a control plane, and S3 as SeaweedFS serves it."""
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from model_loader.objects import DirectoryStore, ObjectStore, open_store
 from tests.support.seaweed import ADMIN, Credentials, Seaweed
+from tests.support.served_store import ServedStore
 
 Opener = Callable[..., ObjectStore]
 
@@ -31,9 +33,18 @@ def open_s3(seaweed: Seaweed, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opene
         store.close()
 
 
-@pytest.fixture(params=["directory", "s3"])
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[ServedStore]:
+    with ServedStore(tmp_path / "served") as served:
+        yield served
+
+
+@pytest.fixture(params=["directory", "http", "s3"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectStore]:
     if request.param == "directory":
         yield DirectoryStore(tmp_path / "objects")
+    elif request.param == "http":
+        with contextlib.closing(request.getfixturevalue("served").store()) as store:
+            yield store
     else:
         yield request.getfixturevalue("open_s3")()

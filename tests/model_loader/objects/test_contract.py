@@ -1,4 +1,4 @@
-"""What every object store promises, over a directory and over S3."""
+"""What every object store promises, over a directory, over a control plane's and over S3."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from model_loader.errors import LoaderError, MissingObject, ShortObject, StoreError, StoreUnavailable
 from model_loader.objects import DirectoryStore, ObjectInfo, ObjectStore
+from model_loader.objects import http as http_module
 from model_loader.objects import s3 as s3_module
 from model_loader.objects.parts import PartSize
 
@@ -141,6 +142,7 @@ def test_a_listing_holds_every_key_with_the_prefix_and_a_directory_sorts_it(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(s3_module, "PAGE_KEYS", 2)
+    monkeypatch.setattr(http_module, "PAGE_KEYS", 2)
     runs = iter(range(1000))
 
     @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -170,6 +172,7 @@ def test_a_listing_tells_when_objects_were_written(store: ObjectStore) -> None:
 
 def test_a_listing_goes_on_past_one_page(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3_module, "PAGE_KEYS", 3)
+    monkeypatch.setattr(http_module, "PAGE_KEYS", 3)
     keys = [f"pages/{n:02}" for n in range(10)]
     for key in keys:
         store.put(key, b"", durable=False)
@@ -212,7 +215,7 @@ def test_what_was_asked_and_moved_is_counted(store: ObjectStore) -> None:
 
 
 def test_a_store_names_itself(store: ObjectStore) -> None:
-    assert store.uri.startswith(("file:///", "s3://stoker-test/"))
+    assert store.uri.startswith(("file:///", "s3://stoker-test/", "http+stoker://127.0.0.1:"))
 
 
 def test_a_directory_says_what_hinders_it(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -1,0 +1,118 @@
+"""What slots that share no folder with this control plane are given instead: manifests, a store, files by store.
+
+A spec is fitted to the slot it goes to: a path means something only where the folder is shared, a `file:` store is
+reached over HTTP from elsewhere, with the slot's own token. Files of checkpoints that lie on this machine only are
+served as objects of that store, or put into the bucket that slots read. Limits: where neither can be reached by slots,
+such a checkpoint is refused, in words.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from control_plane.settings import Settings
+from control_plane.store_tokens import CHECKPOINTS, StoreTokens
+from function_runtime.protocol import ReplicaSpec
+
+if TYPE_CHECKING:
+    from model_loader.manifest import Manifest
+    from model_loader.objects import ObjectStore
+    from model_loader.portable import Part
+
+SERVED: Final = "http+stoker://"
+KEPT_MANIFESTS: Final = 64
+
+
+class SlotFiles:
+    def __init__(self, settings: Settings, tokens: StoreTokens, opened: Callable[[], ObjectStore]) -> None:
+        """`opened` gives this installation's store; it is called in threads."""
+        self.tokens = tokens
+        self._models_dir = settings.models_dir
+        self._store = settings.store_uri
+        self._slots_store = settings.slot_store_uri
+        self._opened = opened
+        self._manifest = lru_cache(KEPT_MANIFESTS)(_load)
+
+    def fit(self, spec: ReplicaSpec, slot_id: str, *, shares_files: bool) -> ReplicaSpec:
+        """The same replica for this slot, wherever the spec was made for."""
+        if shares_files:
+            store = self._store if spec.kv_store else ""
+            return msgspec.structs.replace(spec, by_identity=False, kv_store=store, store_token="")
+        store = self._slots_store if spec.kv_store else ""
+        token = self.token(slot_id)
+        return msgspec.structs.replace(spec, by_identity=True, kv_store=store, store_token=token)
+
+    def token(self, slot_id: str) -> str:
+        """Empty where slots ask a bucket, with credentials of their own."""
+        return self.tokens.of(slot_id) if self._slots_store.startswith(SERVED) else ""
+
+    # --- in threads ---
+
+    def parts(self, manifest_path: str) -> list[Part]:
+        """What a slot elsewhere is sent of a checkpoint. Raises LoaderError."""
+        from model_loader.portable import pack
+
+        manifest = self._current(Path(manifest_path))
+        return pack(manifest, lambda number: self._origin(manifest, number))
+
+    def checkpoint_file(self, identity: str, number: int) -> Path:
+        """The file of a checkpoint of this installation, as its manifest names it. Raises MissingObject."""
+        from model_loader.errors import LoaderError, MissingObject
+
+        unknown = MissingObject(f"there is no file {number} of a checkpoint {identity[:16]} here")
+        if len(identity) != 64 or not identity.isalnum():
+            raise unknown
+        try:
+            files = self._current(self._models_dir / identity / "manifest.json").files
+        except LoaderError as error:
+            raise MissingObject(str(error)) from error
+        if number >= len(files):
+            raise unknown
+        return Path(files[number].path)
+
+    def _current(self, path: Path) -> Manifest:
+        from model_loader.errors import SourceMissing
+
+        try:
+            return self._manifest(path, path.stat().st_mtime_ns)
+        except OSError as error:
+            raise SourceMissing(f"the manifest {path} is gone: import the model again ({error.strerror})") from error
+
+    def _origin(self, manifest: Manifest, number: int) -> tuple[str, str]:
+        """Where slots get a file that lies on this machine."""
+        from model_loader.errors import SourceRefused
+
+        if self._slots_store.startswith(SERVED):
+            return self._slots_store, f"{CHECKPOINTS}{manifest.identity}/{number}"
+        if self._slots_store.startswith("s3:"):
+            return self._slots_store, self._published(manifest, number)
+        raise SourceRefused(
+            f"{manifest.uri} lies on the control plane's machine, which slots elsewhere cannot reach: set "
+            "STOKER_ADVERTISE_URL so that it is served, or STOKER_STORE to a bucket"
+        )
+
+    def _published(self, manifest: Manifest, number: int) -> str:
+        """Put into the bucket once, under its content's name."""
+        content = manifest.contents[number]
+        key = f"models/{manifest.identity}/{content.sha256}"
+        store = self._opened()
+        if store.exists(key) != content.nbytes:
+            with Path(manifest.files[number].path).open("rb") as file:
+                if content.nbytes:
+                    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
+                        store.put(key, view)
+                else:
+                    store.put(key)
+        return key
+
+
+def _load(path: Path, modified_ns: int) -> Manifest:
+    from model_loader.manifest import Manifest
+
+    return Manifest.load(path)
