@@ -1,0 +1,51 @@
+"""One API server for the tests of the server itself; each test has a namespace of its own in it."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.kubernetes import tools
+from tests.kubernetes.cluster import TestCluster
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def plain_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestCluster]:
+    """The server alone: nothing schedules, nothing runs."""
+    with TestCluster(tmp_path_factory.mktemp("cluster"), controllers=False, kubelet=False) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def namespace(plain_cluster: TestCluster) -> str:
+    name = f"test-{next(_numbers)}"
+    plain_cluster.create_namespace(name)
+    plain_cluster.apply("{apiVersion: v1, kind: ServiceAccount, metadata: {name: default}}", name)
+    return name
+
+
+@pytest.fixture
+def kubectl(plain_cluster: TestCluster, namespace: str) -> Run:
+    return _runner(tools.kubectl(), plain_cluster, namespace)
+
+
+@pytest.fixture
+def helm(plain_cluster: TestCluster, namespace: str) -> Run:
+    return _runner(tools.helm(), plain_cluster, namespace)
+
+
+def _runner(tool: str, cluster: TestCluster, namespace: str) -> Run:
+    def run(
+        *arguments: str, given: str | None = None, kubeconfig: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        command = [tool, "--namespace", namespace, *arguments]
+        env = cluster.environment(kubeconfig)
+        return subprocess.run(command, input=given, capture_output=True, text=True, timeout=60, env=env)
+
+    return run
