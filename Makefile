@@ -17,7 +17,7 @@ help:
 	@echo "make bench   the measured figures, peers side by side (BENCH_ARGS='--help' tells more)"
 	@echo "make bench-resume  a request taken up again: its KV loaded, recomputed, and what the plan chooses"
 	@echo "make bench-autoscaler  what Stoker and other autoscalers would cost on recorded traffic (up to an hour)"
-	@echo "make bench-load    checkpoints from page cache, disk and object store, beside other loaders; first token while loading"
+	@echo "make bench-load    checkpoints from page cache, disk and object store, beside other loaders; first token while loading; the whole cold path"
 	@echo "make clean   remove .venv, caches and builds"
 
 demo: $(VENV)/.runtime
@@ -38,7 +38,7 @@ bench-resume: $(VENV)/.development
 	$(BIN)/python -m tests.benchmarks resume $(BENCH_ARGS)
 
 bench-load: $(VENV)/.development
-	$(BIN)/python -m tests.benchmarks load_checkpoint $(BENCH_ARGS)
+	$(BIN)/python -m tests.benchmarks load_checkpoint cold_path $(BENCH_ARGS)
 
 bench-autoscaler: $(VENV)/.development
 	$(BIN)/python -m tests.benchmarks autoscaler $(BENCH_ARGS)

@@ -108,11 +108,13 @@ def enter_for_writing(address: int, nbytes: int) -> None:
         raise OSError(errno.ENOSPC if code == errno.EFAULT else code, os.strerror(code))
 
 
-def enter_huge(address: int) -> bool:
-    """One huge page of the `HUGE_BYTES` at `address`, where the kernel has one to give. Any of them must be there, else
-    it declines: the first is made. Raises `OSError` where there is no memory at all."""
-    enter_for_writing(address, mmap.PAGESIZE)
-    return bool(_libc.madvise(address, HUGE_BYTES, _MADV_COLLAPSE) == 0)
+def enter_huge(address: int, nbytes: int) -> bool:
+    """Huge pages for so many multiples of `HUGE_BYTES` at `address`, where the kernel has them to give; False: not for
+    all. Any page of each must be there, else it declines: the first is made. Raises `OSError` where there is no memory
+    at all."""
+    for at in range(address, address + nbytes, HUGE_BYTES):
+        enter_for_writing(at, mmap.PAGESIZE)
+    return bool(_libc.madvise(address, nbytes, _MADV_COLLAPSE) == 0)
 
 
 def _map(address: int | None, nbytes: int, protection: int, flags: int, handle: int) -> int:

@@ -2,9 +2,10 @@
 
     new file -> region by region, as bytes come: huge pages made, entered        a form nobody needs -> there already
 
-A region is 2 MiB; `view` enters those it touches, so that writing to it can neither fault nor fail. What was made of
-huge pages is mapped again in a millisecond a GB, so that nobody has to map a retired form ahead of its use. Limits:
-files in shared memory; nobody else may use a retired form; a kernel slow to find huge pages is asked for no more.
+A region is eight huge pages; `view` enters those it touches, so that writing to it can neither fault nor fail. What was
+made of huge pages is mapped again in a millisecond a GB, so that nobody has to map a retired form ahead of its use.
+Limits: files in shared memory; nobody else may use a retired form; a kernel that has to work hard for huge pages is
+asked for no more.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ from typing import Final
 from model_loader.errors import SourceMissing, from_os_error
 from model_loader.file_memory import HUGE_BYTES, address_of, enter_for_writing, enter_huge, map_file
 
+REGION_BYTES: Final = 8 * HUGE_BYTES
+"""Made by one call: each waits until every processor has put its lists of pages in order, which takes longest where
+they are busy."""
 _LOCKS: Final = 16
 _TRIALS: Final = 8
 """Huge pages made before their price is judged."""
-_WORTH_S: Final = 0.006
-"""Small pages cost 0.002 to make and something wherever they are mapped. Where no huge page is free the kernel makes
-one by moving others, and it waits for every processor each time: on busy ones that is longer than it is worth."""
+_WORTH_S: Final = 0.004
+"""Of this thread's processor time, a huge page. Small pages in its place cost 0.002, and something wherever they are
+mapped; a huge one costs 0.0002 where the kernel has it whole, and 0.002 where it must first move others away. Not by
+the clock on the wall: on a busy machine that is long for both."""
 
 
 class FormMemory:
@@ -34,7 +39,7 @@ class FormMemory:
         self._new_from = new_from
         self._view = map_file(handle, nbytes, writable=True)
         self._address = address_of(self._view)
-        self._entered = bytearray(-(-nbytes // HUGE_BYTES))
+        self._entered = bytearray(-(-nbytes // REGION_BYTES))
         self._locks = [threading.Lock() for _ in range(_LOCKS)]
         self._asks_huge = True
         self._made, self._made_s = 0, 0.0
@@ -72,27 +77,52 @@ class FormMemory:
 
     def enter(self, offset: int, nbytes: int) -> None:
         """From any thread."""
-        for region in range(offset // HUGE_BYTES, -(-(offset + nbytes) // HUGE_BYTES)):
+        for region in range(offset // REGION_BYTES, -(-(offset + nbytes) // REGION_BYTES)):
             if not self._entered[region]:
-                with self._locks[region % _LOCKS]:
-                    if not self._entered[region]:
-                        self._enter(region * HUGE_BYTES)
-                        self._entered[region] = 1
+                self._make(region)
 
-    def _enter(self, at: int) -> None:
-        count = min(HUGE_BYTES, self.nbytes - at)
+    def _make(self, region: int) -> None:
+        lock = self._locks[region % _LOCKS]
+        if not lock.acquire(blocking=False):
+            # Another thread is at it: the one behind it, which is wanted next, is made meanwhile.
+            ahead = self._locks[(region + 1) % _LOCKS]
+            if region + 1 < len(self._entered) and ahead.acquire(blocking=False):
+                try:
+                    self._enter(region + 1)
+                finally:
+                    ahead.release()
+            lock.acquire()
         try:
-            if count == HUGE_BYTES and at >= self._new_from and self._asks_huge:
-                begin_s = time.monotonic()
-                if enter_huge(self._address + at):
-                    self._judge(time.monotonic() - begin_s)
-                    return
-                self._asks_huge = False
-            enter_for_writing(self._address + at, count)
+            self._enter(region)
+        finally:
+            lock.release()
+
+    def _enter(self, region: int) -> None:
+        """With the region's lock."""
+        if self._entered[region]:
+            return
+        begin = region * REGION_BYTES
+        end = min(begin + REGION_BYTES, self.nbytes)
+        huge = min(end, max(begin, -(-self._new_from // HUGE_BYTES) * HUGE_BYTES))
+        huge_end = huge + (end - huge) // HUGE_BYTES * HUGE_BYTES
+        try:
+            if huge < huge_end and self._asks_huge and self._make_huge(huge, huge_end - huge):
+                parts = [(begin, huge), (huge_end, end)]
+            else:
+                parts = [(begin, end)]
+            for low, high in parts:
+                if low < high:
+                    enter_for_writing(self._address + low, high - low)
         except OSError as error:
             raise from_os_error(error, str(self.path)) from error
+        self._entered[region] = 1
 
-    def _judge(self, seconds: float) -> None:
-        self._made, self._made_s = self._made + 1, self._made_s + seconds
+    def _make_huge(self, at: int, nbytes: int) -> bool:
+        begin_s = time.thread_time()
+        if not enter_huge(self._address + at, nbytes):
+            self._asks_huge = False
+            return False
+        self._made, self._made_s = self._made + nbytes // HUGE_BYTES, self._made_s + time.thread_time() - begin_s
         if self._made >= _TRIALS and self._made_s > self._made * _WORTH_S:
             self._asks_huge = False
+        return True

@@ -157,6 +157,8 @@ class VerifiedReader:
         self._range_chunks = max(1, max(s.range_bytes for s in sources) // CHUNK_BYTES)
         self._limits = limits
         self._pause = pause
+        self._lacks: set[tuple[int, str]] = set()
+        """(number of a source, file it has not): found by `check_sizes`, and not asked for."""
         self._buffers = threading.local()
         self._stop = threading.Event()
 
@@ -164,10 +166,12 @@ class VerifiedReader:
         """Raises where no source has a file as long as it was. The next one is asked only where one has not."""
         for file, chunks in self.files.items():
             failures: list[LoaderError] = []
-            for source in self._sources:
+            for number, source in enumerate(self._sources):
                 try:
                     found = source.size(file)
                 except SourceError as error:
+                    if isinstance(error, SourceMissing):
+                        self._lacks.add((number, file))
                     failures.append(error)
                     continue
                 if found == chunks.nbytes:
@@ -238,18 +242,19 @@ class VerifiedReader:
     def _fetch(self, task: _Range, plan: _Plan, write: Write, landed: Callable[[int], None] | None) -> None:
         """Tries the sources in turn until all chunks of the range are verified."""
         missing = list(range(task.first, task.first + task.count))
+        sources = [s for n, s in enumerate(self._sources) if (n, task.file) not in self._lacks]
         failures: list[LoaderError] = []
         bad_from: set[int] = set()
         rounds = 0
         while missing:
             if self._stop.is_set():
                 raise _Stopped
-            number = rounds % len(self._sources)
+            number = rounds % len(sources)
             if rounds and number == 0:
-                self._pause(self._limits.first_pause_s * 2 ** (rounds // len(self._sources) - 1))
+                self._pause(self._limits.first_pause_s * 2 ** (rounds // len(sources) - 1))
             if rounds:
                 self.stats.retried()
-            source = self._sources[number]
+            source = sources[number]
             rounds += 1
             try:
                 mismatches = self._fetch_from(source, task.file, missing, plan, write, landed)
@@ -259,9 +264,9 @@ class VerifiedReader:
             if mismatches:
                 failures += mismatches
                 bad_from.add(number)
-            exhausted = rounds >= self._limits.attempts * len(self._sources)
+            exhausted = rounds >= self._limits.attempts * len(sources)
             # A source that answers with other bytes twice has other bytes.
-            refused = bool(bad_from) and rounds > (len(self._sources) - 1) + self._limits.good_again
+            refused = bool(bad_from) and rounds > (len(sources) - 1) + self._limits.good_again
             if missing and (exhausted or refused):
                 told = next((f for f in reversed(failures) if isinstance(f, IntegrityError)), failures[-1])
                 raise told

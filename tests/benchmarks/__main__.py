@@ -11,7 +11,7 @@ from tests.benchmarks import report
 NAMES = (
     "output", "cold", "throughput", "control", "journal_load", "kills", "store_reads", "faults", "resume", "kv_trace",
     "kv_replay", "kv_cost", "kv_forms", "fuzz_headers", "load_checkpoint",
-    "load_faults", "autoscaler",
+    "cold_path", "load_faults", "autoscaler",
     "live_prewarm",
 )  # fmt: skip
 

@@ -3,7 +3,8 @@
     load_peers.py WAY ROUNDS reused|fresh PATH...        WAY: safetensors, runai, fastsafetensors
 
 "Reused": tensors are copied into memory that an earlier round used; "fresh": each round ends with tensors of its own.
-Imports are not counted; the first round of reused memory is left out. Nothing is verified by any of them.
+Only safetensors can do with that memory alone: the other two read into new buffers of their own each time, and in the
+reused case copy once more. Imports are not counted; the first round of reused memory is left out. Nothing is verified.
 """
 
 from __future__ import annotations

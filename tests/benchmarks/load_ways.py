@@ -23,7 +23,7 @@ from model_loader.recipe import prepare
 from tests.benchmarks import peers, report
 
 PEER_TIMEOUT_S = 900.0
-IMPORTED_S = 1.0
+LOOK_S = 0.3
 
 
 class Bench:
@@ -113,7 +113,17 @@ class Loader:
             stdout=subprocess.PIPE,
             env=loader_environment(),
         )
-        time.sleep(IMPORTED_S)
+        self._wait_imported()
+
+    def _wait_imported(self) -> None:
+        """Until it has used the processor and does so no more: it waits for its order."""
+        path, before = Path(f"/proc/{self._process.pid}/stat"), 0
+        while True:
+            time.sleep(LOOK_S)
+            used = sum(map(int, path.read_text().rpartition(")")[2].split()[11:13]))
+            if used == before > 0:
+                return
+            before = used
 
     def load(
         self,

@@ -7,6 +7,7 @@ import gc
 import os
 import secrets
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 from model_loader import form_memory
 from model_loader.errors import OutOfSpace, SourceMissing
 from model_loader.file_memory import HUGE_BYTES, address_of, is_cached, map_file
-from model_loader.form_memory import FormMemory
+from model_loader.form_memory import REGION_BYTES, FormMemory
 from model_loader.manifest import Manifest
 from model_loader.prepared import PreparedFile
 from model_loader.recipe import prepare
@@ -74,7 +75,7 @@ def test_a_retired_form_is_found_grown_and_shrunk_with_what_it_holds(shared_memo
 
 
 def test_no_memory_left_is_said_and_no_fault(shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(address: int) -> bool:
+    def full(address: int, nbytes: int) -> bool:
         raise OSError(errno.ENOSPC, "no space")
 
     monkeypatch.setattr(form_memory, "enter_huge", full)
@@ -90,18 +91,69 @@ def test_huge_pages_that_are_not_to_be_had_are_not_asked_for_again(
 ) -> None:
     asked: list[int] = []
     clock = iter(range(1000))
-    monkeypatch.setattr(form_memory.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(form_memory.time, "thread_time", lambda: float(next(clock)))
 
-    def huge(address: int) -> bool:
-        asked.append(address)
+    def huge(address: int, nbytes: int) -> bool:
+        asked.append(nbytes)
         return answer == "slow"
 
     monkeypatch.setattr(form_memory, "enter_huge", huge)
-    nbytes = 12 * HUGE_BYTES
+    nbytes = 3 * REGION_BYTES
     handle = new_file(shared_memory / "form", nbytes)
     memory = FormMemory(shared_memory / "form", handle, nbytes)
     memory.view(0, nbytes)[-1:] = b"x"
-    assert len(asked) == (1 if answer == "none free" else 8)
+    assert asked == [REGION_BYTES]
+    os.close(handle)
+
+
+def test_a_thread_that_finds_a_region_being_made_makes_the_next(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def huge(address: int, nbytes: int) -> bool:
+        made.append((address - start) // REGION_BYTES)
+        if len(made) == 1:
+            begun.set()
+            assert go_on.wait(10)
+        else:
+            go_on.set()
+        return True
+
+    monkeypatch.setattr(form_memory, "enter_huge", huge)
+    handle = new_file(shared_memory / "form", 3 * REGION_BYTES)
+    memory = FormMemory(shared_memory / "form", handle, 3 * REGION_BYTES)
+    start = address_of(memory.look(0, 1))
+    first = threading.Thread(target=memory.enter, args=(0, 1))
+    first.start()
+    assert begun.wait(10)
+    memory.enter(1, 1)
+    first.join()
+    memory.enter(0, 2 * REGION_BYTES)
+    assert made == [0, 1]
+    os.close(handle)
+
+
+def test_what_was_there_before_a_form_grew_is_not_made_anew(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def huge(address: int, nbytes: int) -> bool:
+        asked.append((address - start, nbytes))
+        return True
+
+    monkeypatch.setattr(form_memory, "enter_huge", huge)
+    path = shared_memory / "form"
+    path.write_bytes(b"old" * 1000)
+    memory = FormMemory.retired(path)
+    handle = os.open(path, os.O_RDWR)
+    os.ftruncate(handle, REGION_BYTES + 10)
+    grown = memory.resized(handle, REGION_BYTES + 10)
+    start = address_of(grown.look(0, 1))
+    grown.enter(0, REGION_BYTES + 10)
+    assert asked == [(HUGE_BYTES, REGION_BYTES - HUGE_BYTES)]
     os.close(handle)
 
 

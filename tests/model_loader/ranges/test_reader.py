@@ -157,6 +157,15 @@ def test_what_the_nearest_source_has_not_comes_from_the_next() -> None:
     assert {file for file, _, _ in far.asked} == {"b"}
 
 
+def test_a_source_known_to_lack_a_file_is_not_asked_for_its_ranges() -> None:
+    near, far, target = MemorySource({"b": B}, "near", Tier.DISK), MemorySource(FILES, "far"), Target()
+    reading = reader(near, far)
+    reading.check_sizes()
+    reading.read(WHOLE, target.write)
+    assert target.memory == A + B and reading.stats.retries == 0
+    assert {file for file, _, _ in near.asked} == {"b"} and {file for file, _, _ in far.asked} == {"a"}
+
+
 def test_a_file_that_became_shorter_is_refused_before_the_first_byte() -> None:
     source = MemorySource({"a": A[:-1], "b": B})
     with pytest.raises(IntegrityError, match=f"{len(A) - 1} bytes, expected are {len(A)}"):

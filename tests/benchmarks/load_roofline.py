@@ -1,0 +1,93 @@
+"""What copying alone reaches: bytes of the page cache into memory that a replica can map, nothing verified.
+
+    python -m tests.benchmarks.load_roofline ROUNDS fresh|reused FOLDER PATH...      seconds of every round, as JSON
+
+The copy is the loader's own, in its own environment: two threads, half a MiB at a time out of a mapping of the file,
+huge pages where the memory is fresh. No loader that copies can be faster, whatever it leaves out; what it lacks to this
+is digests, bookkeeping and the way to the first byte. Limits: the mapping of the source is entered beforehand.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from function_runtime.agent.loaders import loader_environment
+from model_loader.chunks import CHUNK_BYTES
+from model_loader.file_memory import address_of, copy, enter_for_reading, map_file
+from model_loader.form_memory import FormMemory
+from model_loader.ranges.local import MAPPED_BYTES
+
+
+def bare_copy(paths: Sequence[Path], rounds: int, memory: str, folder: Path) -> list[float]:
+    """Seconds, in a process of its own."""
+    command = [sys.executable, "-m", "tests.benchmarks.load_roofline", str(rounds), memory, str(folder)]
+    told = subprocess.run(
+        [*command, *map(str, paths)], check=True, capture_output=True, text=True, env=loader_environment()
+    )
+    return [float(seconds) for seconds in json.loads(told.stdout)]
+
+
+def copy_once(sources: Sequence[memoryview], target: FormMemory, threads: int) -> float:
+    begins, at = [], 0
+    for source in sources:
+        begins.append(at)
+        at += len(source)
+    pieces = iter(
+        [(s, begin, o) for s, begin in zip(sources, begins, strict=True) for o in range(0, len(s), CHUNK_BYTES)]
+    )
+    lock = threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                piece = next(pieces, None)
+            if piece is None:
+                return
+            source, begin, offset = piece
+            for low in range(offset, min(offset + CHUNK_BYTES, len(source)), MAPPED_BYTES):
+                part = source[low : min(low + MAPPED_BYTES, offset + CHUNK_BYTES)]
+                copy(target.view(begin + low, len(part)), part)
+
+    workers = [threading.Thread(target=work) for _ in range(threads)]
+    begin_s = time.perf_counter()
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return time.perf_counter() - begin_s
+
+
+def main() -> None:
+    rounds, memory, folder, paths = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4:]
+    threads = len(os.sched_getaffinity(0))
+    sources = []
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        sources.append(map_file(handle, os.fstat(handle).st_size))
+        enter_for_reading(address_of(sources[-1]), len(sources[-1]))
+    nbytes = sum(map(len, sources))
+    seconds: list[float] = []
+    kept: FormMemory | None = None
+    for _ in range(rounds + (memory == "reused")):
+        if kept is None or memory == "fresh":
+            kept = None  # its memory is given back before other is taken
+            target = folder / f"{secrets.token_hex(8)}.roofline"
+            handle = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            target.unlink()
+            os.ftruncate(handle, nbytes)
+            kept = FormMemory(target, handle, nbytes)
+            os.close(handle)
+        seconds.append(copy_once(sources, kept, threads))
+    print(json.dumps(seconds[memory == "reused" :]))
+
+
+if __name__ == "__main__":
+    main()
