@@ -91,7 +91,8 @@ class Attempts:
             request = self._requests.get(message.request_id)
             if request is None or request.epoch != message.epoch or request.phase is not Phase.RUNNING:
                 if isinstance(message, Finished | Failed | Parked):
-                    link.settled(message.request_id, message.epoch)
+                    # NOTE: whoever goes on with it resumes from what this attempt stored.
+                    link.settled(message.request_id, message.epoch, goes_on=request is None or request.live)
                 return
             self._about(request, message)
 

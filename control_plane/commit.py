@@ -142,11 +142,14 @@ class Commits:
         if not message.chunks:
             logger.info("event=kv_dropped request=%s reason=%s", request.request_id, message.dropped)
             return
-        known = {chunk.digest for chunk in request.kv}
-        chunks = tuple(chunk for chunk in message.chunks if chunk.digest not in known)
+        # The same bytes are named again where another choice has them too, or where they were written anew.
+        known = {(chunk.choice, chunk.pack, chunk.digest) for chunk in request.kv}
+        chunks = tuple(c for c in message.chunks if (c.choice, c.pack, c.digest) not in known)
         if not chunks:
             return  # told again after an attach
-        request.kv.extend(chunks)
+        # As the journal reads it: of a range that was written twice in the same way, the later one.
+        stored = {(c.choice, c.start, c.end, c.lineage): c for c in (*request.kv, *chunks)}
+        request.kv = list(stored.values())
         if not request.origin.durable:
             return
         future = asyncio.ensure_future(self._journal.seal_kv(request.request_id, message.epoch, chunks))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,6 +23,7 @@ from control_plane.history import decode_chunks
 from control_plane.journal import Journal
 from control_plane.kv_index import now_us, retire
 from control_plane.kv_lifetimes import OVER_QUOTA, UNREACHABLE, WORTHLESS, Departures, Limits, StoredChunk, departures
+from control_plane.quotas import quota_of
 from control_plane.settings import KvSettings
 from model_loader.errors import LoaderError
 
@@ -34,6 +35,13 @@ logger = logging.getLogger(__name__)
 PACKS: Final = "kv/packs/"
 BATCH: Final = 200
 """Packs per deletion round."""
+ROWS: Final = 2000
+"""Rows of ended requests looked at at once."""
+LOST_AT_ONCE: Final = 16
+"""More live packs than that, and a store that shows none of what the index has: that is a folder which is not mounted,
+or another bucket, and no reason to give them up. Readers find out what is not there."""
+ROUNDS: Final = 100
+"""Most rounds of either in one run: what a busy installation ends in the minute between two runs has to fit in."""
 
 
 @dataclass(slots=True)
@@ -100,7 +108,9 @@ class KvCollection:
                 await self._evict(done)
                 if orphans:
                     await self._find_orphans(done)
-                await self._delete_due(done)
+                for _ in range(ROUNDS):
+                    if not await self._delete_due(done):
+                        break
             finally:
                 self.total.add(done)
             if done != Collected():
@@ -112,21 +122,25 @@ class KvCollection:
 
     async def _retire_over(self, done: Collected) -> None:
         """Packs of requests that are over, where the index does not have them."""
-        retired = await self._journal.retired_kv()
-        if not retired.rows:
-            return
+        for _ in range(ROUNDS):
+            retired = await self._journal.retired_kv(ROWS)
+            if retired.rows:
+                done.retired_packs += await self._retire_of_ended(retired.packs)
+                await self._journal.forget_kv(retired)
+            if len(retired.rows) < ROWS:
+                break
 
+    async def _retire_of_ended(self, packs: Sequence[str]) -> int:
         def run(connection: Connection) -> int:
             now = self._clock_us()
             count = 0
-            for pack in retired.packs:
+            for pack in packs:
                 row = connection.execute("SELECT 1 FROM kv_packs WHERE pack = :pack", {"pack": pack}).fetchone()
                 if row is None:
                     count += retire(connection, pack, 0, "", "its request is over", now)
             return count
 
-        done.retired_packs += await self._database.write(run)
-        await self._journal.forget_kv(retired)
+        return await self._database.write(run)
 
     async def _evict(self, done: Collected) -> None:
         for tenant in await self._tenants():
@@ -139,16 +153,18 @@ class KvCollection:
         return [str(tenant) for (tenant,) in await self._database.read(run)]
 
     async def _evict_of(self, tenant: str, done: Collected) -> None:
-        def read(connection: Connection) -> tuple[list[Any], list[Any]]:
+        def read(connection: Connection) -> tuple[list[Any], list[Any], int | None]:
             values = {"tenant": tenant}
             return (
                 connection.execute(_CHUNKS, values).fetchall(),
                 connection.execute(_LIVE_PACKS, values).fetchall(),
+                quota_of(connection, tenant),
             )
 
-        rows, packs = await self._database.read(read)
+        rows, packs, own = await self._database.read(read)
         chunks = [StoredChunk((row[0], row[1], row[2]), *row[3:]) for row in rows]
-        limits = Limits(self._settings.quota_bytes, self._settings.storage_microusd_per_gib_month)
+        quota_bytes = self._settings.quota_bytes if own is None else int(own)
+        limits = Limits(quota_bytes, self._settings.storage_microusd_per_gib_month)
         sizes = {str(pack): int(nbytes) for pack, nbytes in packs}
         going = await asyncio.to_thread(departures, chunks, sizes, limits, self._clock_us())
         if not going.chunks and not going.packs:
@@ -198,6 +214,10 @@ class KvCollection:
             if state == "live" and created < before_us and key not in listed
         ]
         sizes = [{"pack": key, "nbytes": info.nbytes} for key, info in listed.items() if key in known]
+        if len(lost) > LOST_AT_ONCE and not sizes:
+            logger.error("event=kv_store_empty uri=%s packs=%d hint=is another store in its place?", self.store_uri,
+                         len(lost))  # fmt: skip
+            lost = []
 
         def run(connection: Connection) -> None:
             now = self._clock_us()
@@ -217,7 +237,8 @@ class KvCollection:
 
     # --- delete ---
 
-    async def _delete_due(self, done: Collected) -> None:
+    async def _delete_due(self, done: Collected) -> bool:
+        """One round; whether another one may find more."""
         now = self._clock_us()
         values = {
             "retired": now - round(self._settings.grace_s * 1e6),
@@ -246,7 +267,7 @@ class KvCollection:
             return claimed
 
         if not due:
-            return
+            return False
         gone = await asyncio.to_thread(self._delete, await self._database.write(claim), done)
         rows = [{"pack": pack} for pack in gone]
         await self._database.write(
@@ -254,6 +275,8 @@ class KvCollection:
                 connection.executemany("DELETE FROM kv_packs WHERE pack = :pack AND state = 'deleting'", rows).rowcount
             )
         )
+        # A store that refuses is not asked again and again.
+        return len(due) == BATCH and bool(gone)
 
     def _delete(self, packs: list[tuple[str, int]], done: Collected) -> list[str]:
         gone: list[str] = []

@@ -222,6 +222,16 @@ def retire(connection: Connection, pack: str, nbytes: int, tenant: str, reason: 
     return connection.execute(_RETIRE, values).rowcount == 1
 
 
+def drop_scopes(connection: Connection, scopes: Iterable[str], tenant: str, reason: str) -> int:
+    """Nothing of these scopes is handed out any more, and their packs begin to go; how many packs."""
+    now, count = now_us(), 0
+    for scope in scopes:
+        packs = connection.execute("SELECT DISTINCT pack FROM kv_chunks WHERE scope = :scope", {"scope": scope})
+        count += sum(retire(connection, pack, 0, tenant, reason, now) for (pack,) in packs.fetchall())
+        connection.execute("DELETE FROM kv_chunks WHERE scope = :scope", {"scope": scope})
+    return count
+
+
 def _count(connection: Connection, tenant: str, function: str, keyed: int, kept: int, reused: int) -> None:
     values = {"tenant": tenant, "function": function, "keyed": keyed, "kept": kept, "reused": reused}
     connection.execute(_COUNT, values)

@@ -7,7 +7,7 @@ begin anew; a scope that is nobody's any more is left to the collection.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any, Final
 
 from control_plane.context import AppContext
@@ -70,19 +70,29 @@ def _chunk(pack: str, found: dict[str, Any]) -> KvChunk:
 
 
 async def _scopes(context: AppContext) -> dict[str, Keeper]:
-    def run(connection: Connection) -> tuple[list[Any], list[Any]]:
-        tenants = connection.execute("SELECT tenant FROM api_keys UNION SELECT tenant FROM functions").fetchall()
-        return tenants, connection.execute("SELECT tenant, name FROM functions").fetchall()
+    def run(connection: Connection) -> list[Any]:
+        return connection.execute("SELECT tenant FROM api_keys UNION SELECT tenant FROM functions").fetchall()
 
-    tenants, functions = await context.db.read(run)
     owners: dict[str, Keeper] = {}
     price = context.settings.kv.device_microusd_per_hour
-    for (tenant,) in tenants:
-        for number in context.tenant_keys.numbers(str(tenant)):
-            scope = await context.keys.kv_scope(str(tenant), number)
-            owners[scope] = Keeper(str(tenant), "", scope, "", price)
-    for tenant, name in functions:
-        for number in context.tenant_keys.numbers(str(tenant)):
-            scope = function_scope(await context.keys.kv_scope(str(tenant), number), str(name))
-            owners[scope] = Keeper(str(tenant), str(name), scope, "", price)
+    for (tenant,) in await context.db.read(run):
+        numbers = context.tenant_keys.numbers(str(tenant))
+        for scope, function in (await scopes_of(context, str(tenant), numbers)).items():
+            owners[scope] = Keeper(str(tenant), function, scope, "", price)
     return owners
+
+
+async def scopes_of(context: AppContext, tenant: str, numbers: Iterable[int]) -> dict[str, str]:
+    """Under which scopes KV of a tenant may lie that is sealed with these keys (0: not at all), its functions' own
+    among them, deleted ones too; with the function's name where it is one's."""
+
+    def run(connection: Connection) -> list[Any]:
+        return connection.execute("SELECT name FROM functions WHERE tenant = :tenant", {"tenant": tenant}).fetchall()
+
+    names = [str(name) for (name,) in await context.db.read(run)]
+    scopes: dict[str, str] = {}
+    for number in numbers:
+        scope = await context.keys.kv_scope(tenant, number)
+        scopes[scope] = ""
+        scopes |= {function_scope(scope, name): name for name in names}
+    return scopes

@@ -31,6 +31,8 @@ CHECK_WITHIN_S: Final = 10.0
 AGAIN_S: Final = 300.0
 """Pause between checks of a store that works: each costs four requests."""
 AGAIN_UNUSABLE_S: Final = 15.0
+FIRST_LOOK_S: Final = CHECK_WITHIN_S + 5.0
+"""Also for a machine whose credentials take their time."""
 
 
 class StoreState(enum.StrEnum):
@@ -54,11 +56,21 @@ class StoreWatch:
         self._opener = opener
         self._store: ObjectStore | None = None
         self._open_lock = threading.Lock()
+        self._watching = False
+        self._looked = asyncio.Event()
+        """A check has said something."""
 
     @property
     def usable(self) -> bool:
-        """Not known to be unusable: at the start nobody has to wait for the first check."""
+        """Not known to be unusable: at the start nobody has to wait for the first check but who needs the store."""
         return self.state is not StoreState.UNUSABLE
+
+    async def first_look(self) -> None:
+        """For who needs the store: while it is looked at for the first time that is waited for, not guessed."""
+        if self._watching and not self._looked.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FIRST_LOOK_S):
+                    await self._looked.wait()
 
     def require(self, function: str) -> None:
         if not self.usable:
@@ -89,21 +101,27 @@ class StoreWatch:
 
     async def watch(self, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
         """Checks for ever."""
+        self._watching = True
         while True:
             await self.check()
             await sleep(AGAIN_S if self.usable else AGAIN_UNUSABLE_S)
 
     async def check(self) -> None:
-        from model_loader.errors import LoaderError, problem_of
+        from model_loader.errors import LoaderError, StoreProblem, problem_of
 
         try:
             await self.run(lambda store: store.check(within_s=CHECK_WITHIN_S))
         except (LoaderError, OSError) as error:
             self._become(StoreState.UNUSABLE, problem_of(error).value, str(error))
+        except Exception as error:
+            # A library's own error: it says less, and must not end the watch.
+            logger.exception("event=object_store_check_failed uri=%s", self.uri)
+            self._become(StoreState.UNUSABLE, StoreProblem.OTHER.value, f"{type(error).__name__}: {error}")
         else:
             self._become(StoreState.USABLE, "", "")
 
     def _become(self, state: StoreState, problem: str, reason: str) -> None:
+        self._looked.set()
         changed = (state, problem) != (self.state, self.problem)
         self.state, self.problem, self.reason = state, problem, reason
         if not changed:

@@ -1,14 +1,16 @@
 """Device quotas and weights of tenants: a row each in the database, the same at every gateway.
 
 Who has no row holds as many devices as it can get, with weight 1. What the devices themselves are and who holds how
-many is `control_plane.preempting`'s. Limits: another gateway's change is seen when it says so, or at the next
-`refresh`.
+many is `control_plane.preempting`'s. Beside them stands how much KV of a tenant's ended requests is kept, where that is
+not the installation's bound. Limits: another gateway's change is seen when it says so, or at the next `refresh`; that
+of KV, which only the collection reads, at once.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from autoscaler.shares import NO_QUOTA, Quota
@@ -21,6 +23,25 @@ INSERT INTO tenant_quotas (tenant, devices, weight, changed_us) VALUES (:tenant,
 ON CONFLICT (tenant) DO UPDATE SET devices = excluded.devices, weight = excluded.weight,
     changed_us = excluded.changed_us"""
 _DROP: Final = "DELETE FROM tenant_quotas WHERE tenant = :tenant"
+_KV: Final = "SELECT value FROM tenant_settings WHERE tenant = :tenant AND name = 'kv_bytes'"
+_PUT_KV: Final = """
+INSERT INTO tenant_settings (tenant, name, value, changed_us, applied_us) VALUES (:tenant, 'kv_bytes', :value, :now, 0)
+ON CONFLICT (tenant, name) DO UPDATE SET value = excluded.value, changed_us = excluded.changed_us"""
+_DROP_KV: Final = "DELETE FROM tenant_settings WHERE tenant = :tenant AND name = 'kv_bytes' AND value IS NOT NULL"
+_HELD_KV: Final = "SELECT COALESCE(SUM(nbytes), 0) FROM kv_packs WHERE tenant = :tenant AND state = 'live'"
+
+
+@dataclass(frozen=True, slots=True)
+class KvQuota:
+    most_bytes: int | None
+    """None: the installation's (`STOKER_KV_QUOTA_BYTES`)."""
+    held_bytes: int
+
+
+def quota_of(connection: Connection, tenant: str) -> int | None:
+    """Most bytes of KV kept for a tenant, where it has a bound of its own."""
+    row = connection.execute(_KV, {"tenant": tenant}).fetchone()
+    return None if row is None or row[0] is None else int(row[0])
 
 
 class Quotas:
@@ -48,16 +69,34 @@ class Quotas:
         """Those with a quota or a weight of their own."""
         return frozenset(self._known)
 
-    async def put(self, tenant: str, quota: Quota) -> None:
+    async def kv_of(self, tenant: str) -> KvQuota:
+        def run(connection: Connection) -> KvQuota:
+            (held,) = connection.execute(_HELD_KV, {"tenant": tenant}).fetchone()
+            return KvQuota(quota_of(connection, tenant), int(held))
+
+        return await self._database.read(run)
+
+    async def put(self, tenant: str, quota: Quota, kv_bytes: int | None = None) -> None:
+        """`kv_bytes`: most KV kept for it; None: the installation's bound."""
         now_us = time.time_ns() // 1000
         values = {"tenant": tenant, "devices": quota.devices, "weight": quota.weight, "now": now_us}
-        await self._database.write(lambda connection: connection.execute(_PUT, values).rowcount)
+
+        def run(connection: Connection) -> None:
+            connection.execute(_PUT, values)
+            connection.execute(_PUT_KV, {"tenant": tenant, "value": kv_bytes, "now": now_us})
+
+        await self._database.write(run)
         self._changes.note()
         await self.refresh()
 
     async def drop(self, tenant: str) -> bool:
         """False: it had none."""
-        dropped = await self._database.write(lambda c: c.execute(_DROP, {"tenant": tenant}).rowcount)
+
+        def run(connection: Connection) -> int:
+            values = {"tenant": tenant}
+            return connection.execute(_DROP, values).rowcount + connection.execute(_DROP_KV, values).rowcount
+
+        dropped = await self._database.write(run)
         self._changes.note()
         await self.refresh()
         return dropped > 0

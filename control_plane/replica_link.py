@@ -111,8 +111,9 @@ class ReplicaLink(asyncio.Protocol):
     def park(self, request_id: str, epoch: int, reason: str) -> None:
         self._send(Park(request_id, epoch, reason))
 
-    def settled(self, request_id: str, epoch: int) -> None:
-        self._send(Settled(request_id, epoch))
+    def settled(self, request_id: str, epoch: int, *, goes_on: bool = False) -> None:
+        """`goes_on`: the attempt is over, the request is not, or nobody here knows that it is."""
+        self._send(Settled(request_id, epoch, goes_on))
 
     def kv_known(self, request_id: str, epoch: int, chunks: tuple[KvChunk, ...]) -> None:
         self._send(KvKnown(request_id, epoch, chunks))

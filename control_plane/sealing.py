@@ -17,6 +17,7 @@ import hmac
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -218,6 +219,10 @@ class TenantKeys:
         """Under which key numbers a tenant's KV may lie: in the clear, and sealed with each key that is not deleted."""
         return [NOT_SEALED, *(n for (t, n), key in self._keys.items() if t == tenant and key.material is not None)]
 
+    def sealed_under(self, tenant: str) -> list[int]:
+        """The numbers of a tenant's keys that are not deleted, damaged ones among them."""
+        return [n for (t, n), key in self._keys.items() if t == tenant and (key.material is not None or key.damaged)]
+
     def kv_keys(self) -> list[bytes]:
         """Of every key that is not deleted."""
         return [key.kv_key for key in self._keys.values() if key.material is not None]
@@ -271,10 +276,12 @@ class TenantKeys:
 
         return await to_the_end(change())
 
-    async def delete(self, tenant: str) -> int:
-        """Erase all of a tenant's keys, and with them what they sealed. How many there were."""
+    async def delete(self, tenant: str, also: Callable[[Connection], object] = lambda connection: None) -> int:
+        """Erase all of a tenant's keys, and with them what they sealed. How many there were. `also`: what else goes
+        with them, in the same transaction."""
 
         def run(connection: Connection) -> int:
+            also(connection)
             return connection.execute(
                 "UPDATE tenant_keys SET wrapped = NULL WHERE tenant = :tenant AND wrapped IS NOT NULL",
                 {"tenant": tenant},

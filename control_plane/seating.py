@@ -211,7 +211,7 @@ class Seating:
                 continue
             if known is None or known[1] > epoch or known[2].ended:
                 link.cancel(request_id, epoch)
-                link.settled(request_id, epoch)
+                link.settled(request_id, epoch, goes_on=known is not None and not known[2].ended)
         if unknown:
             await asyncio.sleep(UNKNOWN_AGAIN_S)
             await self._settle(link, unknown, last=True)

@@ -49,6 +49,14 @@ class ApiKey:
         if role is Role.ADMIN and self.role is not Role.ADMIN:
             raise Forbidden(f"this needs a key with role admin; key {self.display} ({self.name}) has role {self.role}")
 
+    def require_operator(self) -> None:
+        """What concerns all tenants is for who runs the installation."""
+        self.require(Role.ADMIN)
+        if self.tenant != DEFAULT_TENANT:
+            raise Forbidden(
+                f"this concerns the whole installation: it needs an admin key of the tenant {DEFAULT_TENANT}"
+            )
+
 
 _COLUMNS: Final = "id, tenant, name, role, display, created_us, revoked_us"
 
@@ -237,7 +245,7 @@ def read_private(path: Path) -> str:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Whole or not at all, and never readable by others, not even for a moment."""
+    """Whole or not at all, on the disk when it returns, and never readable by others, not even for a moment."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
@@ -246,3 +254,10 @@ def write_private(path: Path, text: str) -> None:
     finally:
         os.close(descriptor)
     os.replace(temporary, path)
+    # NOTE: what is wrapped with a master key is in the database with fsync: the file must not be lost to a power cut
+    # that spares it.
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -267,7 +267,7 @@ class Serving:
         totals = self._kv.store_totals() if self._kv is not None else StoreTotals()
         self._agent.mention(Report(time=life, running=stats.running, waiting=stats.waiting, store=totals))
         for held in self._held.expired(now_ns):
-            self._settle(held)
+            self._settle(held, goes_on=True)  # nobody has said that it is over
 
     def _places_moved(self) -> None:
         """Where several gateways share the places, each hears at once what the others took or left."""
@@ -333,12 +333,12 @@ class Serving:
                 elif not held.parking:
                     self._take_out(held)
                     self._parking.put_away(held, reason or "asked to")
-            case Settled(request_id=request_id, epoch=epoch):
+            case Settled(request_id=request_id, epoch=epoch, goes_on=goes_on):
                 held = self._held.get(request_id)
                 if held is not None and held.epoch == epoch and not held.is_of_another(link):
                     if held.live:
                         self._cancel(held)
-                    self._settle(held)
+                    self._settle(held, goes_on=goes_on)
             case KvKnown():
                 if self._kv is not None:
                     self._kv.hear(message)
@@ -359,7 +359,7 @@ class Serving:
                 return
             if known.live:
                 self._cancel(known)
-            self._held.forget(known.id)
+            self._settle(known, goes_on=True)
         held = HeldRequest(work, link)
         self._held.add(held)
         self._next_beat_ns = min(self._next_beat_ns, time.monotonic_ns() + _BUSY_BEAT_NS)
@@ -426,11 +426,11 @@ class Serving:
             self._engine.cancel(held.id)
         held.finish(time.monotonic_ns(), cancelled=True)
 
-    def _settle(self, held: HeldRequest) -> None:
+    def _settle(self, held: HeldRequest, *, goes_on: bool) -> None:
         self._held.forget(held.id)
         if self._kv is None:
             return
-        if held.goes_on:
+        if goes_on or held.goes_on:
             self._kv.hand_over(held)
         else:
             self._kv.release(held)

@@ -1,5 +1,6 @@
 """Draining a function or a slot, and resuming it: `POST` and `DELETE` of its `drain`.
 
+A function is its tenant's admins' to drain; a slot, on which all tenants' replicas run, is the operator's.
 Limits: answered at once; `in_flight` says what is still being parked.
 """
 
@@ -71,7 +72,7 @@ async def function_drain(request: web.Request) -> web.Response:
 
 async def slot_drain(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
-    authenticate(context, request, Role.ADMIN)
+    authenticate(context, request).require_operator()
     slot_id = request.match_info["id"]
     if slot_id not in context.fleet.slots and slot_id not in context.drains.slots():
         raise NotFound(f"there is no slot {slot_id[:80]}", param="id")

@@ -16,10 +16,11 @@ import msgspec
 from aiohttp import web
 
 from control_plane.api.bodies import decode, read_body
-from control_plane.errors import Forbidden, InvalidRequest, NotFound, StokerError
+from control_plane.errors import InvalidRequest, NotFound, StokerError, Unavailable
 from control_plane.kv_rebuild import rebuild
 from control_plane.kv_tool import Line, run_tool
-from control_plane.tenants import DEFAULT_TENANT, ApiKey, Role
+from control_plane.tenants import ApiKey, Role
+from model_loader.errors import LoaderError
 
 if TYPE_CHECKING:
     from control_plane.context import AppContext
@@ -42,10 +43,7 @@ def routes(context: AppContext) -> list[web.RouteDef]:
 
     def operator(request: web.Request) -> ApiKey:
         key = caller(request, Role.ADMIN)
-        if key.tenant != DEFAULT_TENANT:
-            raise Forbidden(
-                f"this concerns the whole installation: it needs an admin key of the tenant {DEFAULT_TENANT}"
-            )
+        key.require_operator()
         return key
 
     async def named_pack(name: str, tenant: str) -> str:
@@ -103,7 +101,11 @@ def routes(context: AppContext) -> list[web.RouteDef]:
 
     async def collect(request: web.Request) -> web.Response:
         operator(request)
-        return web.json_response({"object": "kv_collection", **asdict(await collection.collect())})
+        try:
+            done = await collection.collect()
+        except (LoaderError, OSError) as error:
+            raise Unavailable(f"the store cannot be worked on: {error}", code="object_store_error") from error
+        return web.json_response({"object": "kv_collection", **asdict(done)})
 
     return [
         web.get("/api/v1/kv", show),

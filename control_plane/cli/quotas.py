@@ -1,4 +1,5 @@
-"""`stoker quotas`: devices that tenants may hold, and their weights where devices are short, over `/api/v1/quotas`."""
+"""`stoker quotas`: devices that tenants may hold, their weights where devices are short, and how much of their KV is
+kept, over `/api/v1/quotas`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import typer
 from control_plane.cli.options import DataDirOption, JsonOption, UrlOption, command
 
 quotas_app = typer.Typer(
-    help="Devices that a tenant may hold at once, and its weight where they are short.",
+    help="Devices that a tenant may hold at once, its weight where they are short, how much of its KV is kept.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -23,7 +24,7 @@ TenantArgument = Annotated[str, typer.Argument(metavar="TENANT", help="Whose.")]
 def quotas_ls(data_dir: DataDirOption = None, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """What each tenant may hold, holds and needs, and its share while devices are short."""
     from control_plane.cli.connection import connect
-    from control_plane.cli.output import print_json, print_table
+    from control_plane.cli.output import print_json, print_table, size
 
     answer = connect(data_dir, url).request("GET", _PATH)
     if as_json:
@@ -31,10 +32,11 @@ def quotas_ls(data_dir: DataDirOption = None, url: UrlOption = None, as_json: Js
         return
     rows = [
         (each["tenant"], _or_dash(each["devices"]), f"{each['weight']:g}", str(each["held"]),
-         _or_dash(each["wanted"]), _or_dash(each["share"]))
+         _or_dash(each["wanted"]), _or_dash(each["share"]), size(each["kv_bytes"]), size(each["kv_held_bytes"]))
         for each in answer["data"]
     ]  # fmt: skip
-    print_table(("TENANT", "DEVICES", "WEIGHT", "HELD", "NEEDED", "SHARE"), rows, empty="no tenants")
+    head = ("TENANT", "DEVICES", "WEIGHT", "HELD", "NEEDED", "SHARE", "KV AT MOST", "KV KEPT")
+    print_table(head, rows, empty="no tenants")
 
 
 @command(quotas_app, "set")
@@ -46,21 +48,26 @@ def quotas_set(
     weight: Annotated[
         float, typer.Option("--weight", min=0.001, help="Its part where devices are short, against the others'.")
     ] = 1.0,
+    kv_bytes: Annotated[
+        int | None,
+        typer.Option("--kv-bytes", min=1, help="Most KV of its ended requests that is kept [STOKER_KV_QUOTA_BYTES]."),
+    ] = None,
     data_dir: DataDirOption = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Bound a tenant's devices, weigh it, or both: what is not said is as if never set."""
+    """Bound a tenant's devices and stored KV, weigh it, or all of it: what is not said is as if never set."""
     from control_plane.cli.connection import connect
-    from control_plane.cli.output import print_json
+    from control_plane.cli.output import print_json, size
 
-    body = {"devices": devices, "weight": weight}
+    body = {"devices": devices, "weight": weight, "kv_bytes": kv_bytes}
     answer = connect(data_dir, url).request("PUT", _of(tenant), body=body)
     if as_json:
         print_json(answer)
         return
     most = "any number of" if answer["devices"] is None else f"at most {answer['devices']}"
-    print(f"tenant {tenant}: {most} devices, weight {answer['weight']:g}; holds {answer['held']}")
+    kept = "" if answer["kv_bytes"] is None else f"; keeps at most {size(answer['kv_bytes'])} of KV"
+    print(f"tenant {tenant}: {most} devices, weight {answer['weight']:g}; holds {answer['held']}{kept}")
 
 
 @command(quotas_app, "rm")

@@ -83,11 +83,14 @@ def store_note(store: dict[str, Any]) -> str:
     """What an unusable object store means, for who looks; empty while it works."""
     if store.get("state") != "unusable":
         return ""
-    return (
-        f"\nThe object store is unusable since {age(store['since_us'])} ({store['problem']}): {store['reason']}\n"
-        "Requests run; what a replica that dies had computed is computed again. Functions with kv_store: required "
-        "refuse new ones."
-    )
+    lines = ["", f"The object store is unusable since {age(store['since_us'])} ({store['problem']}): {store['reason']}"]
+    lacking = store.get("functions") or {}
+    if lacking.get("refused"):
+        lines.append(f"Refuse new requests (kv_store: required): {', '.join(lacking['refused'])}")
+    if lacking.get("without"):
+        lines.append(f"Run without it, what a replica that dies had computed is computed again: "
+                     f"{', '.join(lacking['without'])}")  # fmt: skip
+    return "\n".join(lines)
 
 
 def of_interest(replicas: list[dict[str, Any]]) -> list[dict[str, Any]]:

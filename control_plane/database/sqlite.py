@@ -126,6 +126,8 @@ class SqliteDriver:
         try:
             raw.execute("PRAGMA journal_mode = WAL")
             raw.execute("PRAGMA wal_autocheckpoint = 0")
+            # What is deleted (keys, prompts) is overwritten in the pages that are written anyway.
+            raw.execute("PRAGMA secure_delete = FAST")
             raw.execute(f"PRAGMA journal_size_limit = {self._settings.wal_bytes}")
             session.set_synchronous("NORMAL")
         except sqlite3.Error:

@@ -20,7 +20,7 @@ from typing import Final
 import msgspec
 
 from control_plane.context import AppContext
-from control_plane.errors import Damaged, Elsewhere, InvalidRequest
+from control_plane.errors import Damaged, Elsewhere, InvalidRequest, NotFound
 from control_plane.gateway.parsing import Endpoint, GenerationRequest, RenderOptions
 from control_plane.gateway.reading import Answer
 from control_plane.gateway.rendering import Head
@@ -121,6 +121,7 @@ async def accept(
 ) -> tuple[LiveRequest | None, Answer]:
     """`detach`: the work goes on when nobody reads, whatever the function says."""
     if servable.needs_store:
+        await context.store.first_look()
         context.store.require(servable.function)
     detached = detach or key is not None or servable.on_disconnect == "detach"
     task = asyncio.get_running_loop().create_task(_accept(context, origin, servable, key, body, detached, detach))
@@ -224,16 +225,28 @@ async def find(context: AppContext, record: RequestRecord) -> tuple[LiveRequest 
         if fresh is None or not fresh.state.ended:
             raise Elsewhere.of(record.id, record.owner if fresh is None else fresh.owner)
         record = fresh
+    outcome = record.outcome
+    end = End(record.state, record.cached_tokens, outcome.error if outcome is not None else None)
+    return None, await _from_journal(context, record, end)
+
+
+async def as_logged(context: AppContext, request_id: str, tenant: str) -> Answer:
+    """What the journal has of a request, whoever owns it and whether or not it has ended."""
+    record = await context.journal.get(request_id, tenant)
+    if record is None:
+        raise NotFound(f"there is no request {request_id}", param="id")
+    return await _from_journal(context, record, None)
+
+
+async def _from_journal(context: AppContext, record: RequestRecord, end: End | None) -> Answer:
     if record.damaged:
         raise Damaged(f"{record.id}: {record.damaged}")
     if not record.params:
         raise InvalidRequest(f"the log of {record.id} is no longer kept", code="log_expired")
     params = _params_of(record)
-    events = await context.journal.log(record.id)
-    outcome = record.outcome
-    end = End(record.state, record.cached_tokens, outcome.error if outcome is not None else None)
+    log = RequestLog(await context.journal.log(record.id), end)
     head = Head(record.id, record.model, record.created_us // 1_000_000)
-    return None, Answer(head, params.options, RequestLog(events, end), record.input_tokens, params.sampling.n)
+    return Answer(head, params.options, log, record.input_tokens, params.sampling.n)
 
 
 def origin_of(

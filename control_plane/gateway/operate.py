@@ -29,7 +29,19 @@ async def replicas(request: web.Request) -> web.Response:
         for status in context.fleet.replicas.values()
         if status.spec.tenant == tenant and (everything or status.state is not ReplicaState.ENDED)
     ]
-    return web.json_response({"object": "list", "data": found, "object_store": context.store.body()})
+    body = {**context.store.body(), "functions": _lacking_store(context, tenant)}
+    return web.json_response({"object": "list", "data": found, "object_store": body})
+
+
+def _lacking_store(context: AppContext, tenant: str) -> dict[str, list[str]]:
+    """Which of a tenant's functions are refused, and which run without storing KV, while the store cannot be used."""
+    lacking: dict[str, list[str]] = {"refused": [], "without": []}
+    if not context.store.usable:
+        for function in context.functions.list(tenant):
+            if function.spec.durability != "off":
+                needs = function.spec.kv_store == "required"
+                lacking["refused" if needs else "without"].append(function.name)
+    return lacking
 
 
 def _own_replica(context: AppContext, replica_id: str, tenant: str) -> None:
@@ -124,6 +136,6 @@ async def why(request: web.Request) -> web.Response:
 async def drain(request: web.Request) -> web.Response:
     """The process goes down as after a first SIGTERM."""
     context = request.app[CONTEXT]
-    authenticate(context, request, Role.ADMIN)
+    authenticate(context, request).require_operator()
     context.stop.set()
     return web.json_response({"object": "drain", "in_flight": len(context.dispatcher.requests)}, status=202)

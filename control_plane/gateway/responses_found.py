@@ -12,8 +12,8 @@ from typing import Final
 from aiohttp import web
 
 from control_plane.context import AppContext
-from control_plane.errors import InvalidRequest, NotFound
-from control_plane.gateway.acceptance import find
+from control_plane.errors import Elsewhere, InvalidRequest, NotFound
+from control_plane.gateway.acceptance import as_logged, find
 from control_plane.gateway.access import authenticate
 from control_plane.gateway.internal import FORWARDED_FOR
 from control_plane.gateway.reading import Answer
@@ -63,11 +63,16 @@ async def lookup(context: AppContext, response_id: str, tenant: str, *, unstored
 async def previous(context: AppContext, response_id: str, tenant: str) -> tuple[InputItem, ...]:
     """The conversation up to and with an earlier response's answer."""
     try:
-        found = await lookup(context, response_id, tenant)
+        answer = (await lookup(context, response_id, tenant)).answer
     except NotFound as error:
         raise InvalidRequest(error.message, param="previous_response_id", code="previous_response_not_found") from None
-    log = found.answer.log
-    if log.end is None or log.end.state is not RequestState.DONE:
+    except Elsewhere:
+        # It is not this request that another gateway has. Its answer may be whole though its outcome is not written.
+        answer = await as_logged(context, response_id, tenant)
+        whole = bool(answer.log.events) and answer.log.events[-1].finish is not None
+    else:
+        whole = answer.log.end is not None and answer.log.end.state is RequestState.DONE
+    if not whole:
         raise InvalidRequest(f"{response_id} has no whole answer (yet) to go on from", param="previous_response_id")
-    answer = InputItem("assistant", ("".join([event.text for event in log.events]),))
-    return (*ResponseView.of(found.answer).traits.items, answer)
+    said = InputItem("assistant", ("".join([event.text for event in answer.log.events]),))
+    return (*ResponseView.of(answer).traits.items, said)

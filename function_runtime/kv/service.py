@@ -18,7 +18,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -93,6 +93,8 @@ class DurableKv:
         """Packs this replica wrote, with the bytes of their chunks."""
         self._kept: dict[str, None] = {}
         """Packs that were told to be kept: the index has them, they are not ours to delete."""
+        self._given_away: dict[str, None] = {}
+        """Packs of requests that go on elsewhere: who deletes them is decided where those end."""
         self._named: dict[Written, list[KvChunk]] = {}
         self.deduplicated_chunks = 0
 
@@ -416,10 +418,7 @@ class DurableKv:
         if not chunks:
             return
         packs = {c.pack: self._own[c.pack] for c in chunks if c.pack in self._own and c.pack not in self._kept}
-        for chunk in chunks:
-            self._kept[chunk.pack] = None
-        while len(self._kept) > _KEPT_PACKS:
-            del self._kept[next(iter(self._kept))]
+        _remember(self._kept, {chunk.pack for chunk in chunks})
         self._tell_kept(written.held, tuple(chunks), packs, reason)
 
     def _tell_kept(self, held: HeldRequest, chunks: tuple[KvChunk, ...], packs: dict[str, int], reason: str) -> None:
@@ -444,10 +443,14 @@ class DurableKv:
         written.packs = set()
 
     def hand_over(self, held: HeldRequest) -> None:
-        """It goes on elsewhere: it stays among its packs' users here, so that this replica never deletes them."""
+        """It goes on elsewhere: its packs are not this replica's to delete any more. Nor does it count on them here any
+        longer, for nobody here hears when they go."""
         written = self._written.pop(held, None)
         if written is not None:
             written.settled = True
+            _remember(self._given_away, written.packs)
+            self._let_go(held, written.packs)
+            written.packs = set()
 
     def _may_write(self, copy: Copy) -> bool:
         """Asked by the writer right before it stores: a process that was stopped writes nothing for requests that
@@ -464,11 +467,12 @@ class DurableKv:
         self._delete_unused(packs)
 
     def _delete_unused(self, packs: set[str]) -> None:
-        """Those of these that this replica wrote, that no request of it counts on, and that were not kept."""
+        """Those of these that this replica wrote, that no request of it counts on, and that were neither kept nor given
+        away."""
         unused = [p for p in packs if p in self._own and p not in self._users]
         for pack in unused:
             del self._own[pack]
-        gone = [pack for pack in unused if pack not in self._kept]
+        gone = [pack for pack in unused if pack not in self._kept and pack not in self._given_away]
         for pack in gone:
             self._known.forget_pack(pack)
             self._quantising.forget_pack(pack)
@@ -487,3 +491,10 @@ class DurableKv:
         self._askers.shutdown(wait=False, cancel_futures=True)
         self._requests.shutdown(wait=True, cancel_futures=False)
         self._readers.shutdown(wait=False, cancel_futures=True)
+
+
+def _remember(packs: dict[str, None], more: Iterable[str]) -> None:
+    """The last `_KEPT_PACKS` of them."""
+    packs.update(dict.fromkeys(more))
+    while len(packs) > _KEPT_PACKS:
+        del packs[next(iter(packs))]

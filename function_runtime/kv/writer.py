@@ -171,7 +171,8 @@ class KvWriter:
                 store = store or self._open_store()
                 written = self._store(store, batch)
                 self._went_well(written)
-            except (KvError, LoaderError, OSError) as error:
+            except Exception as error:
+                # NOTE: whatever it was, this thread must live: nobody else would ever write, or tell who waits.
                 self._failed(batch, nbytes, error)
             finally:
                 self.counts.cpu_us += (time.thread_time_ns() - began_ns) // 1000
@@ -189,17 +190,19 @@ class KvWriter:
 
     def _failed(self, batch: list[Pending], nbytes: int, error: Exception) -> None:
         self.counts.failures += 1
+        known = isinstance(error, KvError | LoaderError | OSError)
+        why = (str(error) if known else f"{type(error).__name__}: {error}") or type(error).__name__
         with self._condition:
             if not self._stopped:
-                print(f"kv write-behind stops, serving goes on: {error}", file=sys.stderr, flush=True)
-            self._stopped = str(error) or type(error).__name__
+                print(f"kv write-behind stops, serving goes on: {why}", file=sys.stderr, flush=True)
+            self._stopped = why
             self._again_s = self._clock() + self._pause_s
             self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
             waiting, self._queue = list(self._queue), deque()
             self._queued_bytes -= sum(len(pending.data) for pending in waiting)
             self._drop(len(batch) + len(waiting), nbytes + sum(len(pending.data) for pending in waiting))
         owners = dict.fromkeys(pending.owner for pending in (*batch, *waiting))
-        self._tell([(owner, ()) for owner in owners], str(error))
+        self._tell([(owner, ()) for owner in owners], why)
 
     def _next_batch(self) -> list[Pending]:
         """Entries of one scope and form for one pack, once they are due: what is kept does not share a pack with what

@@ -61,6 +61,8 @@ class Settled(Message, frozen=True):
 
     request_id: str
     epoch: int
+    goes_on: bool = False
+    """Only this attempt is over: the request goes on under another epoch, which needs the KV that this one stored."""
 
 
 class KvKnown(Message, frozen=True):

@@ -56,6 +56,8 @@ class S3Store:
         self._part_size = PartSize()
         self._operations: weakref.WeakSet[Deadline] = weakref.WeakSet()
         self._closed = False
+        self._check_key = f"{CHECK_PREFIX}{secrets.token_hex(8)}"
+        """Always the same: where deleting is refused, checks leave one object and not one each."""
 
     @property
     def uri(self) -> str:
@@ -263,7 +265,7 @@ class S3Store:
 
     def check(self, *, within_s: float | None = None) -> None:
         deadline = self._deadline(CHECK_S if within_s is None else within_s)
-        key = f"{CHECK_PREFIX}{secrets.token_hex(8)}"
+        key = self._check_key
         name, content = self._name(key), secrets.token_bytes(64)
         listed = self._ask("list_objects_v2", "list", "", deadline, Prefix=self._name(CHECK_PREFIX[:-1]), MaxKeys=1)
         right = region_in(listed)

@@ -97,9 +97,14 @@ class Range:
 class S3Client:
     def __init__(self, place: S3Location) -> None:
         session = botocore.session.Session()
-        region = place.region or session.get_config_variable("region") or DEFAULT_REGION
+        try:
+            region = place.region or session.get_config_variable("region") or DEFAULT_REGION
+            ca_bundle = session.get_config_variable("ca_bundle")
+        except BotoCoreError as error:
+            # A profile that is not there shows at the first question.
+            raise from_boto(error, place) from error
         self.place = dataclasses.replace(place, region=region)
-        self._transport = Transport(session.get_config_variable("ca_bundle"))
+        self._transport = Transport(ca_bundle)
         self._current = _Current()
         # Bodies carry a CRC32C of ours and digests are checked by who reads; hashing them once more for the signature
         # would cost more than sending them.
@@ -142,7 +147,7 @@ class S3Client:
                 response: dict[str, Any] = getattr(self._boto, name)(Bucket=self.place.bucket, **arguments)
             except ClientError as error:
                 raise from_answer(error.response, kind, what, self.place) from error
-            except BotoCoreError as error:
+            except (BotoCoreError, RuntimeError) as error:
                 raise from_boto(error, self.place) from error
             if current.answer is None:
                 raise LoaderError(f"boto3 answered {name} without asking the store")
@@ -182,7 +187,7 @@ class S3Client:
             return None
         try:
             credentials = self._credentials.get_frozen_credentials() if self._credentials is not None else None
-        except BotoCoreError as error:
+        except (BotoCoreError, RuntimeError) as error:
             raise from_boto(error, self.place) from error
         if credentials is None:
             return None

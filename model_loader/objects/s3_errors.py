@@ -19,6 +19,7 @@ _FORBIDDEN: Final = frozenset({"AccessDenied", "AllAccessDisabled", "AccountProb
 _REGION: Final = frozenset(
     {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "301"}
 )
+_FULL: Final = frozenset({"XMinioStorageFull", "QuotaExceeded", "XMinioAdminBucketQuotaExceeded", "507"})
 _LATER: Final = frozenset(
     {
         "SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests", "InternalError",
@@ -73,6 +74,11 @@ def from_answer(response: dict[str, Any], kind: str, what: str, place: S3Locatio
             f"these credentials may not {kind} in {bucket}{at}: grant {_RIGHTS.get(kind, kind)}, or use others",
             StoreProblem.NO_PERMISSION,
         )
+    if code in _FULL or status == 507:
+        # Not unavailable: what is there can be read all the same.
+        return StoreRefused(
+            f"the object store of {bucket}{at} is full: free some, or raise its quota", StoreProblem.FULL
+        )
     if code in _LATER or status >= 500:
         return Unavailable(f"the object store of {bucket}{at} answered {status} {code}: {text}".rstrip(": "))
     return StoreError(f"the object store of {bucket}{at} refused to {kind} {what}: {status} {code} {text}".rstrip())
@@ -98,6 +104,12 @@ def from_boto(error: Exception, place: S3Location) -> LoaderError:
         return StoreRefused(
             f"there are no credentials for bucket {place.bucket} ({error}): set AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE", StoreProblem.WRONG_CREDENTIALS,
+        )  # fmt: skip
+    if name == "RuntimeError" and "still expired" in str(error):
+        # What boto3 raises when what it renews its credentials from has expired as well.
+        return StoreRefused(
+            f"the credentials for bucket {place.bucket} have expired, and so has what they are renewed from: log in "
+            "again, or correct the profile", StoreProblem.EXPIRED_CREDENTIALS,
         )  # fmt: skip
     if name in ("UnauthorizedSSOTokenError", "SSOTokenLoadError", "TokenRetrievalError", "LoginRefreshRequired"):
         return StoreRefused(

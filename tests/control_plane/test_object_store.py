@@ -98,3 +98,32 @@ async def test_changes_are_told_once_and_a_store_in_trouble_is_looked_at_more_of
         await watch.watch(sleep)
     assert told == ["usable", "unusable", "usable"]
     assert pauses == [AGAIN_S, AGAIN_S, AGAIN_UNUSABLE_S, AGAIN_UNUSABLE_S, AGAIN_S]
+
+
+async def test_a_fault_that_nobody_foresaw_is_told_and_does_not_end_the_watch() -> None:
+    pauses: list[float] = []
+
+    def fails(uri: str) -> ObjectStore:
+        raise RuntimeError("a library's own")
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 2:
+            raise asyncio.CancelledError
+
+    watch = StoreWatch("file:///x", fails)
+    with pytest.raises(asyncio.CancelledError):
+        await watch.watch(sleep)
+    assert (watch.state, watch.problem) == (StoreState.UNUSABLE, "other")
+    assert watch.reason == "RuntimeError: a library's own" and pauses == [AGAIN_UNUSABLE_S] * 2
+
+
+async def test_who_needs_the_store_waits_for_the_first_look_at_it(watch: StoreWatch, faulty: FaultyStore) -> None:
+    faulty.fail("reset")
+    checking = asyncio.ensure_future(watch.watch())
+    await asyncio.sleep(0)
+    assert watch.state is StoreState.CHECKING
+    await watch.first_look()
+    with pytest.raises(ObjectStoreUnavailable):
+        watch.require("f")
+    checking.cancel()

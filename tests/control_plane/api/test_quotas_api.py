@@ -18,6 +18,13 @@ async def test_a_quota_is_set_shown_changed_and_taken_away(service: Service) -> 
     await service.call("DELETE", f"{PATH}?tenant=acme", status=404)
 
 
+async def test_how_much_kv_of_a_tenant_is_kept_is_a_quota_too(service: Service) -> None:
+    told = await service.call("PUT", f"{PATH}?tenant=acme", json={"kv_bytes": 1 << 30})
+    assert (told["devices"], told["kv_bytes"], told["kv_held_bytes"]) == (None, 1 << 30, 0)
+    assert (await service.call("PUT", f"{PATH}?tenant=acme", json={"devices": 2}))["kv_bytes"] is None
+    assert "kv_bytes" in (await service.call("PUT", PATH, json={"kv_bytes": 0}, status=400))["error"]["message"]
+
+
 async def test_a_tenant_sees_its_own_quota_and_sets_none(service: Service) -> None:
     made = await service.call("POST", "/api/v1/keys", json={"name": "x", "role": "admin", "tenant": "acme"}, status=201)
     await service.call("PUT", f"{PATH}?tenant=other", json={"devices": 1})

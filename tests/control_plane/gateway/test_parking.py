@@ -10,6 +10,7 @@ import pytest
 from control_plane import parking
 from control_plane.live_request import Phase
 from control_plane.records import RequestState
+from control_plane.tenants import Role
 from function_runtime.protocol import Cancel, DeviceTime, Park, Parked, ReplicaState, Settled
 from tests.control_plane.gateway.conftest import Plane, Stream, body, text_of, until
 from tests.control_plane.gateway.fakes import token_text
@@ -292,3 +293,12 @@ async def test_a_body_is_not_read_to_be_refused(plane: Plane) -> None:
     async with plane.post(b"no json at all") as response:
         assert (response.status, (await response.json())["error"]["code"]) == (503, "draining")
     plane.context.draining = False
+
+
+async def test_what_all_tenants_share_is_drained_by_who_runs_the_installation_only(plane: Plane) -> None:
+    _, stranger = await plane.context.keys.create("acme", "its admin", Role.ADMIN)
+    headers = {"Authorization": f"Bearer {stranger}"}
+    for method, path in (("POST", SLOT), ("DELETE", SLOT), ("POST", "/api/v1/drain")):
+        async with plane.client.request(method, path, headers=headers) as refused:
+            assert (refused.status, (await refused.json())["error"]["code"]) == (403, "forbidden")
+    assert not plane.context.stop.is_set() and not plane.context.drains.slots()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
 from control_plane.attempts import FRUITLESS_MAX
 from control_plane.records import RequestState
-from function_runtime.protocol import DeviceTime, Failed, Settled, Submit
+from function_runtime.protocol import DeviceTime, Failed, Finished, KvChunk, KvSealed, Settled, Submit
 from tests.control_plane.gateway.conftest import Plane, Stream, body, text_of, until
 from tests.control_plane.gateway.fakes import token_text
 
@@ -260,3 +261,55 @@ async def test_requests_of_other_tenants_do_not_exist(plane: Plane) -> None:
     async with plane.client.post("/v1/completions", json=body(), headers=headers) as response:
         assert response.status == 404
         assert (await response.json())["error"]["code"] == "model_not_found"
+
+
+async def settled_of(replica: Any, request_id: str, epoch: int) -> Settled:
+    def look() -> Settled | None:
+        return next(
+            (w for w in replica.words if isinstance(w, Settled) and (w.request_id, w.epoch) == (request_id, epoch)),
+            None,
+        )
+
+    found: Settled = await until(look)
+    return found
+
+
+async def test_an_attempt_that_is_over_is_settled_as_one_whose_request_goes_on(plane: Plane) -> None:
+    """What it stored is what the next attempt resumes from: only the end of the request lets that go."""
+    plane.slot.behaviour.token_s = 0.01
+    await plane.deploy(scaling={"min_replicas": 2, "max_replicas": 2})
+    await until(lambda: len(plane.slot.living) == 2)
+    async with plane.post(body(stream=True, max_tokens=150)) as response:
+        stream = Stream(response)
+        events = await read_until(stream, 5)
+        request_id = response.headers["x-request-id"]
+        first, second = sorted(plane.slot.living, key=lambda replica: len(replica.works), reverse=True)
+        await first.cut_connections()
+        await until(lambda: second.works)
+        # The first one is connected to again, and tells what it still holds.
+        assert (await settled_of(first, request_id, 1)).goes_on
+        # One that ends late with what another carries on hears the same.
+        owner = first._writers[0]
+        first._say(Finished(request_id, 1, 9, True, DeviceTime()), owner)
+        await until(lambda: sum(isinstance(word, Settled) for word in first.words) == 2)
+        assert all(word.goes_on for word in first.words if isinstance(word, Settled))
+        events += await stream.all()
+    assert text_of(events) == answer_of(150)
+    assert not (await settled_of(second, request_id, 2)).goes_on
+
+
+async def test_the_same_bytes_are_known_for_every_choice_and_every_pack_that_has_them(plane: Plane) -> None:
+    plane.slot.behaviour.silent = True
+    await plane.deploy()
+    response = await plane.post(body(stream=True, n=2))
+    request_id = response.headers["x-request-id"]
+    replica = await plane.replica()
+    await until(lambda: replica.works)
+    one = KvChunk(0, 0, 32, "kv/packs/one", 0, 9, "d" * 64, "c" * 64)
+    other, anew = msgspec.structs.replace(one, choice=1), msgspec.structs.replace(one, pack="kv/packs/two")
+    live = plane.context.dispatcher.requests[request_id]
+    for chunk, known in ((one, [one]), (other, [one, other]), (anew, [anew, other]), (anew, [anew, other])):
+        replica._tell(replica.works[0], KvSealed(request_id, 1, (chunk,)))
+        await until(lambda known=known: live.kv == known)
+    assert await plane.context.journal.kv(request_id) == [anew, other]
+    response.close()

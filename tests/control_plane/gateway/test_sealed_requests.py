@@ -6,9 +6,12 @@ from typing import Any
 
 from control_plane.errors import StorageUnavailable
 from control_plane.journal import Journal
+from control_plane.kv_desk import function_scope
+from control_plane.kv_index import Keeper
 from control_plane.records import RequestState
 from tests.control_plane.gateway.conftest import Plane, Stream, body, text_of, until
 from tests.control_plane.gateway.fakes import token_text
+from tests.control_plane.storage.test_kv_index import IDENTITY, chains, run_of
 
 SECRET = "the merger is on friday"
 
@@ -170,3 +173,20 @@ async def test_an_adoption_that_the_storage_refuses_is_tried_again(plane: Plane,
     await until(lambda: request_id in plane.context.dispatcher.requests)
     async with plane.get(f"/v1/completions/{request_id}/stream") as again:
         assert text_of(await Stream(again).all()) == whole(40)
+
+
+async def test_deleting_the_key_takes_what_it_sealed_out_of_the_index(plane: Plane) -> None:
+    await plane.deploy()
+    index, keys = plane.context.kv_index, plane.context.tenant_keys
+    clear = (await keys.kv_access("default")).scope
+    await set_key(plane)
+    sealed = (await keys.kv_access("default")).scope
+    scopes = {"a": sealed, "b": function_scope(sealed, "fn"), "c": clear}
+    for name, scope in scopes.items():
+        await index.keep(Keeper("default", "fn", scope), IDENTITY, run_of(name, 1))
+    await delete_key(plane)
+    found = {name: len(await index.known(IDENTITY, scope, chains(name, 1))) for name, scope in scopes.items()}
+    assert found == {"a": 0, "b": 0, "c": 1}
+    assert {(pack["state"], pack["reason"]) for pack in await index.packs("default")} == {
+        ("live", ""), ("retiring", "its key was deleted"),
+    }  # fmt: skip

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from control_plane.cli.replicas import store_note
 from control_plane.database import Database
 from control_plane.records import RequestState
 from function_runtime.protocol import Settled
+from model_loader.errors import StoreProblem, StoreRefused
+from model_loader.objects import ObjectStore
 from tests.control_plane.gateway.conftest import Plane, Stream, body, text_of, until
 from tests.control_plane.gateway.fakes import token_text
 
@@ -197,3 +200,34 @@ async def test_a_fault_that_nobody_foresaw_loses_no_request(
     assert raised == [what]
     (record,) = await journal.recent("fn")
     assert record.state is RequestState.DONE
+
+
+async def test_while_the_object_store_is_away_it_is_told_which_functions_lack_it(plane: Plane) -> None:
+    await plane.deploy("needs", kv_store="required")
+    await plane.deploy("runs")
+    await plane.deploy("keeps-no-log", durability="off")
+    store = plane.context.store
+
+    def refuse(uri: str) -> ObjectStore:
+        raise StoreRefused("there is no bucket x: create it", StoreProblem.MISSING_BUCKET)
+
+    async with plane.get("/api/v1/replicas") as response:
+        told = (await response.json())["object_store"]
+    assert told["functions"] == {"refused": [], "without": []} and store_note(told) == ""
+    store._opener = refuse
+    await store.check()
+    async with plane.get("/api/v1/replicas") as response:
+        told = (await response.json())["object_store"]
+    assert told["functions"] == {"refused": ["needs"], "without": ["runs"]}
+    note = store_note(told)
+    assert "missing_bucket" in note and "create it" in note
+    assert note.splitlines()[-2:] == [
+        "Refuse new requests (kv_store: required): needs",
+        "Run without it, what a replica that dies had computed is computed again: runs",
+    ]
+    async with plane.post(body(model="needs")) as response:
+        error = (await response.json())["error"]
+        assert (response.status, error["code"]) == (503, "object_store_unavailable") and "create it" in error["message"]
+    async with plane.client.post("/api/v1/kv/gc", headers=plane.headers) as response:
+        error = (await response.json())["error"]
+        assert (response.status, error["code"]) == (503, "object_store_error") and "create it" in error["message"]

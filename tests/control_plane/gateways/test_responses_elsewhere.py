@@ -122,6 +122,36 @@ async def test_a_response_is_cancelled_at_the_other_gateway(clients: Clients, pa
     assert (await there.responses.cancel(made.id)).status == "cancelled"
 
 
+async def test_a_conversation_goes_on_at_the_other_gateway_and_is_never_answered_with_the_earlier_response(
+    clients: Clients, pair: tuple[Gateway, Gateway], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = clients
+    running = await create(here, tokens=2000)
+    await follow(here, running.id, most=8)
+    for fields in ({}, {"stream": True}, {"background": True}):
+        with pytest.raises(openai.BadRequestError, match="no whole answer"):
+            await there.responses.create(model="fn", input="more", previous_response_id=running.id, **fields)
+    await here.responses.cancel(running.id)
+    # Its answer is whole, and its outcome is not written: the other gateway finds it unfinished, and elsewhere.
+    journal = pair[0].context.journal
+    finish, written = journal.finish, asyncio.Event()
+
+    async def finish_late(*given: Any) -> bool:
+        await written.wait()
+        return await finish(*given)
+
+    monkeypatch.setattr(journal, "finish", finish_late)
+    first = await here.responses.create(model="fn", input="hi", max_output_tokens=3, extra_body={"seed": 7})
+    second = await there.responses.create(
+        model="fn", input="more", max_output_tokens=2, extra_body={"seed": 7}, previous_response_id=first.id
+    )
+    written.set()
+    assert (first.output_text, second.output_text) == (answer_of(3), answer_of(2))
+    assert (second.previous_response_id, second.id != first.id) == (first.id, True)
+    listed = [item.content[0].text async for item in there.responses.input_items.list(second.id, order="asc")]
+    assert listed == ["hi", answer_of(3), "more"]
+
+
 @pytest.mark.parametrize("under_way", [True, False])
 async def test_a_response_is_deleted_at_the_other_gateway(clients: Clients, under_way: bool) -> None:
     here, there = clients

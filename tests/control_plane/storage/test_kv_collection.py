@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoscaler.shares import NO_QUOTA
 from control_plane.database import Database
 from control_plane.journal import Journal
-from control_plane.kv_collection import KvCollection
-from control_plane.kv_index import KvIndex
+from control_plane.kv_collection import LOST_AT_ONCE, KvCollection
+from control_plane.kv_index import KvIndex, drop_scopes
 from control_plane.kv_lifetimes import OVER_QUOTA, UNREACHABLE, WORTHLESS, Limits, StoredChunk, departures
+from control_plane.quotas import KvQuota, Quotas
 from control_plane.settings import KvSettings
 from model_loader.errors import StoreError
 from model_loader.objects import DirectoryStore
@@ -190,6 +193,66 @@ async def test_a_store_that_refuses_keeps_its_packs_until_it_does_not(
         assert (await yard.collection().collect(orphans=False)).failures == 1
     assert yard.stored == {"kv/packs/orphan"}
     assert (await yard.collection().collect()).deleted_packs == 1 and yard.stored == set()
+
+
+async def test_one_run_lets_go_of_all_that_ended_since_the_last(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy installation ends more in a minute than fits in one batch; what stays would grow without end."""
+    monkeypatch.setattr("control_plane.kv_collection.BATCH", 3)
+    monkeypatch.setattr("control_plane.kv_collection.ROWS", 4)
+    epoch = await running(yard.journal, "cmpl-1")
+    packs = [f"kv/packs/{number}" for number in range(10)]
+    for pack in packs:
+        await yard.journal.seal_kv("cmpl-1", epoch, run_of("a", 1, pack=pack))
+    yard.put(*packs)
+    await yard.journal.finish("cmpl-1", epoch, outcome(0))
+    assert (await yard.collection().collect(orphans=False)).retired_packs == 10
+    rows = await yard.database.read(lambda c: c.execute("SELECT COUNT(*) FROM request_kv").fetchone())
+    assert rows[0] == 0
+    yard.clock.pass_s(301)
+    assert (await yard.collection().collect(orphans=False)).deleted_packs == 10
+    assert yard.stored == set()
+
+
+async def test_a_tenants_own_quota_goes_before_the_installations(yard: Yard) -> None:
+    yard.settings = KvSettings(quota_bytes=1000, grace_s=300, storage_microusd_per_gib_month=0)
+    for number in range(4):
+        await yard.index.keep(
+            KEEPER, IDENTITY, run_of(str(number), 1, pack=f"kv/packs/{number}"), {f"kv/packs/{number}": 100}
+        )
+    assert (await yard.collection().collect(orphans=False)).over_quota_chunks == 0
+    quotas = Quotas(yard.database)
+    await quotas.put(KEEPER.tenant, NO_QUOTA, kv_bytes=250)
+    assert (await quotas.kv_of(KEEPER.tenant)) == KvQuota(250, 400)
+    assert (await yard.collection().collect(orphans=False)).over_quota_chunks == 2
+    assert (await quotas.kv_of(KEEPER.tenant)) == KvQuota(250, 200)
+    await quotas.put("other", NO_QUOTA, kv_bytes=1)
+    assert await quotas.drop(KEEPER.tenant)
+    assert (await quotas.kv_of(KEEPER.tenant)).most_bytes is None
+    assert (await yard.collection().collect(orphans=False)).over_quota_chunks == 0
+
+
+async def test_a_store_that_shows_nothing_at_all_is_taken_for_another_one(yard: Yard) -> None:
+    """A folder that is not mounted must not cost the index everything, for good."""
+    for number in range(LOST_AT_ONCE + 1):
+        await yard.index.keep(KEEPER, IDENTITY, run_of(str(number), 1, pack=f"kv/packs/{number}"))
+    yard.clock.pass_s(301)
+    assert (await yard.collection().collect()).lost_packs == 0
+    assert len(await yard.index.known(IDENTITY, KEEPER.scope, chains("0", 1))) == 1
+    yard.put("kv/packs/0")
+    assert (await yard.collection().collect()).lost_packs == LOST_AT_ONCE
+
+
+async def test_kv_of_a_deleted_key_is_named_no_more_and_goes(yard: Yard) -> None:
+    kept, other = run_of("a", 2, pack="kv/packs/one"), run_of("b", 1, pack="kv/packs/two")
+    await yard.index.keep(KEEPER, IDENTITY, kept)
+    await yard.index.keep(replace(KEEPER, scope="another"), IDENTITY, other)
+    yard.put("kv/packs/one", "kv/packs/two")
+    gone = await yard.database.write(lambda c: drop_scopes(c, [KEEPER.scope], KEEPER.tenant, "its key was deleted"))
+    assert gone == 1
+    assert await yard.index.known(IDENTITY, KEEPER.scope, chains("a", 2)) == ()
+    yard.clock.pass_s(301)
+    await yard.collection().collect(orphans=False)
+    assert yard.stored == {"kv/packs/two"}
 
 
 class Killed(BaseException):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -111,6 +113,24 @@ async def test_the_keys_are_nowhere_in_the_database_in_the_clear(keys: TenantKey
     await keys.set("acme", OWN)
     rows = await database.read(lambda connection: connection.execute("SELECT * FROM tenant_keys").fetchall())
     assert rows and not any(isinstance(cell, bytes) and OWN in cell for row in rows for cell in row)
+
+
+async def test_a_deleted_key_is_overwritten_where_it_lay(tmp_path: Path) -> None:
+    path = tmp_path / "own.db"
+    database = await Database.open(path)
+    keys = TenantKeys(database, Keys(database), MasterKey(tmp_path / "master.key"))
+    await keys.set("acme")
+    ((wrapped,),) = await database.read(query("SELECT wrapped FROM tenant_keys"))
+
+    def folded() -> bytes:
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        return path.read_bytes()
+
+    assert bytes(wrapped) in folded()
+    await keys.delete("acme")
+    assert bytes(wrapped)[16:] not in folded()
+    await database.close()
 
 
 async def test_the_master_key_is_its_owners_only(keys: TenantKeys, tmp_path: Path) -> None:

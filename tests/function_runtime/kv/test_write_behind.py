@@ -202,3 +202,23 @@ def test_settings_that_do_not_parse_are_said_and_ignored(capsys: pytest.CaptureF
     assert (read.bytes_per_s, read.linger_s, read.prices) == (0.0, 2.0, StorePrices())
     assert "STOKER_KV_BYTES_PER_S='lots'" in capsys.readouterr().err
     assert KvReplicaSettings.of("file:///x", {"STOKER_KV_PRICES": "1,2,3"}).prices == StorePrices(1, 2, 3)
+
+
+def test_an_error_that_nobody_foresaw_is_a_failure_of_the_store_and_the_writer_lives(
+    failing: tuple[Failing, KvWriter, list[Any], Clock], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, writer, told, clock = failing
+
+    def refuse(key: str, *parts: Any, **options: Any) -> int:
+        raise RuntimeError("a library's own")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(store, "put", refuse)
+        writer.put(pending(0, "a"))
+        assert writer.flush(10)
+    assert told == [("a", (), "RuntimeError: a library's own")]
+    store.broken = False
+    clock.now_s += 2
+    writer.put(pending(1, "b"))
+    assert writer.flush(10)
+    assert told[-1][0] == "b" and len(told[-1][1]) == 1

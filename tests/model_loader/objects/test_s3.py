@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import botocore.session
 import pytest
+from botocore.credentials import RefreshableCredentials
 
 from model_loader.errors import (
     MissingObject,
@@ -18,6 +21,7 @@ from model_loader.errors import (
 from model_loader.objects import ObjectStore
 from model_loader.objects import s3 as s3_module
 from model_loader.objects.parts import PartSize
+from model_loader.objects.s3_client import S3Client
 from tests.support.faulty_proxy import FaultyProxy, error_xml
 from tests.support.seaweed import ADMIN, BUCKET, READER, STRANGER, Credentials, Seaweed, boto, free_ports
 
@@ -99,8 +103,9 @@ def test_a_check_tells_of_missing_credentials(open_s3: Opener, monkeypatch: pyte
             "lies in eu-central-1, not in region us-east-1: give region=eu-central-1",
         ),
         (301, error_xml("PermanentRedirect", "other endpoint"), StoreProblem.WRONG_REGION, "give the bucket's region"),
+        (507, error_xml("XMinioStorageFull", "minimum free drive threshold"), StoreProblem.FULL, "is full: free some"),
     ],
-    ids=["expired", "clock", "region", "redirect"],
+    ids=["expired", "clock", "region", "redirect", "full"],
 )
 def test_a_check_tells_what_only_aws_answers(
     open_s3: Opener, proxy: FaultyProxy, status: int, body: str, problem: StoreProblem, said: str
@@ -109,6 +114,42 @@ def test_a_check_tells_what_only_aws_answers(
     with pytest.raises(StoreRefused, match=said) as refused:
         open_s3(endpoint=proxy.url).check()
     assert problem_of(refused.value) is problem
+
+
+def test_a_check_tells_of_a_profile_that_is_not_there(open_s3: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_s3()
+    monkeypatch.setenv("AWS_PROFILE", "nobodys")
+    with pytest.raises(StoreRefused, match=r"profile \(nobodys\) could not be found") as refused:
+        store.check()
+    assert problem_of(refused.value) is StoreProblem.WRONG_CREDENTIALS
+
+
+def test_a_check_tells_of_credentials_that_cannot_be_renewed(open_s3: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A login of hours, whose own source has expired too: boto3 raises what is none of its errors."""
+    old = {"access_key": "a", "secret_key": "b", "token": "c", "expiry_time": "2020-01-01T00:00:00Z"}
+    expired = RefreshableCredentials.create_from_metadata(old, refresh_using=lambda: old, method="a test")
+    monkeypatch.setattr(botocore.session.Session, "get_credentials", lambda session: expired)
+    with pytest.raises(StoreRefused, match=r"have expired.*log in again") as refused:
+        open_s3().check()
+    assert problem_of(refused.value) is StoreProblem.EXPIRED_CREDENTIALS
+
+
+def test_checks_of_who_may_not_delete_leave_one_object(
+    open_s3: Opener, seaweed: Seaweed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = S3Client.call
+
+    def without_deleting(self: S3Client, name: str, *given: Any, **options: Any) -> dict[str, Any]:
+        if name == "delete_object":
+            raise StoreRefused("may not delete", StoreProblem.NO_PERMISSION)
+        return call(self, name, *given, **options)
+
+    monkeypatch.setattr(S3Client, "call", without_deleting)
+    store = open_s3(prefix="undeletable")
+    for _ in range(3):
+        with pytest.raises(StoreRefused, match="may not delete"):
+            store.check()
+    assert boto(seaweed.endpoint).list_objects_v2(Bucket=BUCKET, Prefix="undeletable/")["KeyCount"] == 1
 
 
 def test_a_check_removes_uploads_that_a_killed_writer_left(
