@@ -28,6 +28,7 @@ from function_runtime.protocol import (
     ReplicaState,
     ReplicaStatus,
     Reuse,
+    Settled,
     TokenEvent,
     Tokens,
     Work,
@@ -249,6 +250,32 @@ def test_kv_of_a_settled_request_is_deleted(native_agent: AgentProcess, tiny_mod
         # What an earlier replica wrote may be another's by now: collection decides about it.
         wait_for(lambda: set(tmp_path.glob("kv/packs/*/*")) == inherited, 10, "the end of its own packs")
     end(native_agent, second)
+
+
+@pytest.mark.parametrize("how", ["settled as going on", "submitted anew here"])
+def test_kv_of_an_attempt_that_is_over_stays_for_the_next(
+    native_agent: AgentProcess, tiny_model: TinyModel, tmp_path: Path, how: str
+) -> None:
+    """A gateway that lost sight of this replica goes on with the request elsewhere, and tells it so when it is back."""
+    replica = native_agent.ready(tiny_model.spec(tmp_path))
+    with native_agent.connect(replica) as link:
+        request = interrupted(link, SAMPLINGS["greedy"], 30)
+        stored = {tmp_path / chunk.pack for chunk in chunks_of(link, request)}
+        if how == "submitted anew here":
+            anew = link.submit(msgspec.structs.replace(request, epoch=2, write_kv=False))
+            while link.outcome(anew).epoch != 2:
+                pass
+            link.settle(anew)
+        else:
+            link.send(Settled(request_id=request.request_id, epoch=1, goes_on=True))
+        over = link.submit(work(tuple(range(200, 300)), max_tokens=40, ignore_eos=True))
+        link.outcome(over)
+        wait_for(lambda: chunks_of(link, over) or link.receive() is None, 20, "stored KV")
+        link.settle(over)
+        own = tmp_path / chunks_of(link, over)[0].pack
+        wait_for(lambda: not own.exists(), 10, "the end of what is over")
+        assert all(path.exists() for path in stored)
+    end(native_agent, replica)
 
 
 def test_two_replicas_share_the_pools_pages(native_agent: AgentProcess, tiny_model: TinyModel) -> None:
