@@ -78,6 +78,7 @@ from control_plane.store_tokens import StoreTokens
 from control_plane.tenants import Keys
 from control_plane.traces import open_traces
 from control_plane.upkeep import Upkeep
+from control_plane.waiting_room import wait_for_needs
 
 logger = logging.getLogger(__name__)
 
@@ -396,6 +397,7 @@ async def serve(
     listener = bind(settings.http.host, settings.http.port)
     port = listener.getsockname()[1]
     host = f"[{settings.http.host}]" if ":" in settings.http.host else settings.http.host
+    await wait_for_needs(settings, listener)
     context = await open_context(settings)
     context.store.on_change = on_store
     _handle_signals(context)

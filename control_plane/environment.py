@@ -100,6 +100,7 @@ ENVIRONMENT: Final[dict[str, tuple[str, str, Callable[[str], Any]] | None]] = {
     "STOKER_KV_QUOTA_BYTES": ("kv", "quota_bytes", _count),
     "STOKER_KV_GRACE_S": ("kv", "grace_s", _seconds),
     "STOKER_KV_ORPHAN_S": ("kv", "orphan_s", _seconds),
+    "STOKER_REQUIRED": None,  # what else the environment has to hold (`control_plane.required`)
     "STOKER_MASTER_KEY": None,  # what tenants' keys are wrapped with: in no settings, in no database
     "STOKER_ADMIN_KEY": None,  # the first administrator's key: read where keys are made, never kept in settings
 }

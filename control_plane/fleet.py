@@ -135,6 +135,11 @@ class Fleet:
             self._waiters.append(waiter)
             await waiter
 
+    @property
+    def backend(self) -> Backend:
+        """What provides the slots, for who only looks."""
+        return self._backend
+
     def living(self, key: FunctionKey | None = None) -> list[ReplicaStatus]:
         if key is not None:
             return [self.replicas[replica_id] for replica_id in self._living.get(key, ())]

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from control_plane.api import budgets, encryption, functions, keys, kv, models, organization, quotas, retention, traffic
+from control_plane.api import (
+    budgets,
+    doctor,
+    encryption,
+    functions,
+    keys,
+    kv,
+    models,
+    organization,
+    quotas,
+    retention,
+    traffic,
+)
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -25,4 +37,5 @@ def routes(context: AppContext) -> list[web.RouteDef]:
         *models.routes(context),
         *organization.routes(context),
         *traffic.routes(context),
+        *doctor.routes(context),
     ]

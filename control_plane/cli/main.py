@@ -237,6 +237,14 @@ def drain(
     draining.drain(data_dir, url, name, resume, reason, within_s, as_json)
 
 
+@command(app, "doctor")
+def doctor(data_dir: DataDirOption = None, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Check database, store, secrets, slots, devices: what is wrong, and what to do."""
+    from control_plane.cli.doctor import examine_service
+
+    examine_service(data_dir, url, as_json)
+
+
 @command(app, "rollback")
 def rollback(
     name: Annotated[str, typer.Argument(help="The function.")],

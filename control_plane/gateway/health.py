@@ -14,15 +14,22 @@ async def live(request: web.Request) -> web.Response:
 async def ready(request: web.Request) -> web.Response:
     context = request.app.get(CONTEXT)
     if context is None or not context.ready:
-        return web.json_response({"status": "starting"}, status=503, headers={"Retry-After": "1"})
+        return not_ready("starting", "it reads its database", retry_after_s=1)
     if context.draining:
-        return web.json_response({"status": "draining"}, status=503, headers={"Retry-After": "2"})
+        return not_ready("draining", "it is being ended", retry_after_s=2)
     if context.db.fault is not None:
-        return web.json_response({"status": "storage_unavailable", "reason": context.db.fault}, status=503)
+        return not_ready("storage_unavailable", context.db.fault)
     store = context.store
     seen = {"state": store.state.value, "problem": store.problem or None, "reason": store.reason or None}
     # Ready all the same: requests run without stored KV.
     return web.json_response({"status": "ready", "gateway": context.gateway_id, "object_store": seen})
+
+
+def not_ready(status: str, reason: str, retry_after_s: int | None = None) -> web.Response:
+    """For probes, which look at the status alone, for people, and for clients that expect an error of OpenAI's form."""
+    error = {"message": reason, "type": "server_error", "param": None, "code": status}
+    headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+    return web.json_response({"status": status, "reason": reason, "error": error}, status=503, headers=headers)
 
 
 async def metrics(request: web.Request) -> web.Response:
