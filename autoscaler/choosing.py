@@ -123,7 +123,9 @@ class Choosing:
         self._rates_on = False
 
     @classmethod
-    def rebuilt(cls, history: Remembered, now_s: float, costs: Costs, places: int = 8) -> Choosing:
+    def rebuilt(
+        cls, history: Remembered, now_s: float, costs: Costs, places: int = 8, waited: float = 1.0
+    ) -> Choosing:
         """As it would be, had it been there: replays the gaps the history remembers, planning `REPLAYS` times."""
         choosing = cls()
         starts, lengths, _ = gaps_of(history, now_s)
@@ -131,8 +133,8 @@ class Choosing:
             ends = starts + lengths
             step = max(len(ends) // REPLAYS, 1)
             for at_s in ends[GAPS_NEEDED::step].tolist():
-                choosing.refit(Until(history, at_s), at_s, costs, places=places)
-        choosing.refit(history, now_s, costs, places=places)
+                choosing.refit(Until(history, at_s), at_s, costs, places=places, waited=waited)
+        choosing.refit(history, now_s, costs, places=places, waited=waited)
         return choosing
 
     def refit(
@@ -240,10 +242,9 @@ class Choosing:
             first = counts[1:][(counts[1:] > 0) & (counts[:-1] == 0)]
             if len(first) or resolution_s == 600:
                 break
-        if len(first):
-            following = (float(first.mean()) - 1.0) / (resolution_s / 2)
-            come = max(costs.start_s * max(following, 0.0), self._waited - 1.0)
-            self.waiters = min(1.0 + 0.5 * come, WAITERS_MAX)
+        following = (float(first.mean()) - 1.0) / (resolution_s / 2) if len(first) else 0.0
+        come = max(costs.start_s * max(following, 0.0), self._waited - 1.0)
+        self.waiters = min(1.0 + 0.5 * come, WAITERS_MAX)
         busiest = float(np.nanmax(counts)) / resolution_s if not np.isnan(counts).all() else 0.0
         self._rates_on = busiest * self._work.service_s > 0.9 * self._places
 

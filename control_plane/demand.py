@@ -53,6 +53,7 @@ class Elsewhere:
     token_s: float | None = None
     waiting_tokens: int = 0
     running_tokens: int = 0
+    waiting_since_s: float | None = None
 
 
 class Demand:
@@ -101,6 +102,7 @@ class Demand:
             token_s=recent.mean_s(recent.tokens, now_s),
             waiting_tokens=lane.waiting_tokens,
             running_tokens=lane.running_tokens,
+            waited_s=None if (since_s := lane.waiting_since_s) is None else max(now_s - since_s, 0.0),
         )
 
     # --- what was told ---
@@ -148,6 +150,8 @@ class Demand:
                 found.token_s = longest(found.token_s, lane.token_s)
                 found.waiting_tokens += lane.waiting_tokens
                 found.running_tokens += lane.running_tokens
+                if lane.waited_s is not None:
+                    found.waiting_since_s = earliest(found.waiting_since_s, at_s - lane.waited_s)
                 for replica_id, count in lane.running:
                     found.running[replica_id] = found.running.get(replica_id, 0) + count
         return found
@@ -174,6 +178,12 @@ def longest(one_s: float | None, other_s: float | None) -> float | None:
     if one_s is None or other_s is None:
         return one_s if other_s is None else other_s
     return max(one_s, other_s)
+
+
+def earliest(one_s: float | None, other_s: float | None) -> float | None:
+    if one_s is None or other_s is None:
+        return one_s if other_s is None else other_s
+    return min(one_s, other_s)
 
 
 class Refusals:

@@ -79,6 +79,8 @@ class Forecasting:
         self._fitted: dict[FunctionKey, _Fitted] = {}
         self.on_forecast: Callable[[FunctionKey], None] = lambda key: None
         """Told of a function whose forecast was made anew and says something."""
+        self.cold_waiters: Callable[[FunctionKey], float] = lambda key: 1.0
+        """Requests that were found to wait for a start from zero."""
         self.refits = 0
         self.refit_s = 0.0
         self.failures = 0
@@ -149,7 +151,7 @@ class Forecasting:
             self._observations.catch_up(load, wall_s)
             choosing, forecast, spent_s = await asyncio.to_thread(
                 _fit, fitted.choosing, load, wall_s, costs, max(places, 1), scaling.schedules,
-                None if idle_since_s is None else idle_since_s - now_s + wall_s,
+                None if idle_since_s is None else idle_since_s - now_s + wall_s, self.cold_waiters(key),
             )  # fmt: skip
         fitted.choosing, fitted.fitted_s = choosing, now_s
         says = forecast.source != REACTIVE
@@ -174,15 +176,16 @@ def _fit(
     places: int,
     schedules: tuple[Any, ...],
     idle_since_s: float | None,
+    waited: float,
 ) -> tuple[Choosing, Forecast, float]:
     """In a thread of its own: nothing here touches what the event loop does."""
     from autoscaler.choosing import Choosing
 
     began_s = time.thread_time()
     if choosing is None:
-        choosing = Choosing.rebuilt(load.history, wall_s, costs, places)
+        choosing = Choosing.rebuilt(load.history, wall_s, costs, places, waited)
     forecast = choosing.refit(
         load.history, wall_s, costs, idle_since_s=idle_since_s, places=places,
-        schedules=tuple(schedule.parsed() for schedule in schedules),
+        schedules=tuple(schedule.parsed() for schedule in schedules), waited=waited,
     )  # fmt: skip
     return choosing, forecast, time.thread_time() - began_s

@@ -150,6 +150,11 @@ class Lane:
         return (self.waiting_bytes - len(self.waiting) * RECORD_BYTES) // TOKEN_BYTES
 
     @property
+    def waiting_since_s(self) -> float | None:
+        """When the first in the queue was accepted; None: nobody waits. Who waits again stands before who is new."""
+        return self.waiting[0].accept_ns / 1e9 if self.waiting else None
+
+    @property
     def running_tokens(self) -> int:
         """Of prompts and answers so far."""
         running = (request for seat in self.seats.values() for request in seat.in_flight.values())

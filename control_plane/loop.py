@@ -76,6 +76,7 @@ class ControlLoop:
         self.observations = observations
         self.forecasting = Forecasting(observations, functions, self.observation.idle_since_s)
         self.forecasting.on_forecast = self.poke
+        self.forecasting.cold_waiters = self.observation.cold_waiters
         self._leads = False
         self.starting = Starting(settings, serving, dispatcher, fleet, decisions, self._ask_again)
         self.observation.loads = observations.of
@@ -212,6 +213,7 @@ class ControlLoop:
             self._dispatcher.load.objective_s[key] = objective_s
         if change.kind is ChangeKind.DELETED:
             self.observations.forget(key)
+            self.observation.forget(key)
         self.poke(key)
         self._set_warm()
 

@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from autoscaler.cold_waiters import ColdWaiters
 from autoscaler.decision import Observed, Phase, ReplicaView
 from autoscaler.forecast import Forecast
 from autoscaler.peaks import Peaks
 from autoscaler.service import ServiceModel
-from control_plane.demand import Demand, Elsewhere, longest
+from control_plane.demand import Demand, Elsewhere, earliest, longest
 from control_plane.dispatch import Dispatcher
 from control_plane.fleet import GONE, STARTING, Fleet
 from control_plane.functions import Revision
@@ -56,6 +57,7 @@ class Observation:
         self.service: Callable[[FunctionKey, str], ServiceModel | None] = lambda key, identity: None
         """Measured speeds of a checkpoint's replicas."""
         self._peaks: dict[FunctionKey, Peaks] = {}
+        self._cold: dict[FunctionKey, ColdWaiters] = {}
         self._since_s: dict[str, tuple[ReplicaState, float]] = {}
         self._woken_s: dict[FunctionKey, float] = {}
         self._started_s = time.monotonic()
@@ -81,6 +83,16 @@ class Observation:
 
     def is_woken(self, key: FunctionKey) -> bool:
         return key in self._woken_s
+
+    def cold_waiters(self, key: FunctionKey) -> float:
+        """Requests that were found to wait for a start from zero, on average lately."""
+        return self._cold[key].mean if key in self._cold else 1.0
+
+    def forget(self, key: FunctionKey) -> None:
+        """The function was deleted."""
+        self._peaks.pop(key, None)
+        self._cold.pop(key, None)
+        self._woken_s.pop(key, None)
 
     def passed_on(self, key: FunctionKey) -> None:
         self._woken_s.pop(key, None)
@@ -134,6 +146,13 @@ class Observation:
         waiting += sum(lane.deferred() for lane in lanes) + elsewhere.deferred
         peaks = self._peaks.setdefault(key, Peaks())
         peaks.note(now_s, waiting + sum(view.in_flight for view in views))
+        generation = sum(lane.generation for lane in lanes) + elsewhere.generation
+        cold = self._cold.setdefault(key, ColdWaiters())
+        if not any(each.paused for each in lanes):
+            cold.note(sum(view.phase is Phase.READY for view in views), waiting, generation)
+        waiting_since_s = elsewhere.waiting_since_s
+        for each in lanes:
+            waiting_since_s = earliest(waiting_since_s, each.waiting_since_s)
         load, recent = self.loads(key), self._dispatcher.load.recent(key)
         in_10_s, in_60_s = recent.arrivals(now_s)
         restarts, restart_leaves_s = self.restarts(key, now_s)
@@ -148,7 +167,7 @@ class Observation:
             peak_demand=sum(lane.peak_demand() for lane in lanes) + elsewhere.peak_demand,
             window_covered_s=min(now_s - self._started_s, WINDOW_S),
             last_activity_s=self._activity_s(lanes, elsewhere, load, bool(views), now_s),
-            generation=sum(lane.generation for lane in lanes) + elsewhere.generation,
+            generation=generation,
             cold_start_s=cold_start_s,
             gaps_s=gaps_s,
             complete=self._fleet.in_sight and self._demand.complete,
@@ -162,6 +181,8 @@ class Observation:
             kv_used_share=self._kv_used_share(current),
             first_token_s=longest(recent.mean_s(recent.first_tokens, now_s), elsewhere.first_token_s),
             token_s=longest(recent.mean_s(recent.tokens, now_s), elsewhere.token_s),
+            waiting_since_s=waiting_since_s,
+            cold_waiters=cold.mean,
             arrivals_in_10_s=in_10_s + elsewhere.arrivals_in_10_s,
             arrivals_in_60_s=in_60_s + elsewhere.arrivals_in_60_s,
             peaks=peaks.steps(),

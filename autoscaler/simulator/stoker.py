@@ -16,6 +16,7 @@ from typing import Final
 
 from autoscaler.admission import Load, Server, judge, line_up
 from autoscaler.choosing import Choosing
+from autoscaler.cold_waiters import ColdWaiters
 from autoscaler.decision import Decision, Observed, Phase, Reason, ReplicaView, ScalingSpec
 from autoscaler.forecast import Costs, Forecast
 from autoscaler.homes import POOL
@@ -36,7 +37,6 @@ IDLE_LOOK_S: Final = 0.5
 """Idleness below this is not looked at: no keep-alive is shorter."""
 GAPS_KEPT: Final = 64
 STARTS_KEPT: Final = 16
-WAITERS_MEMORY: Final = 0.2
 WANTED_S: Final = 60.0
 
 
@@ -56,10 +56,7 @@ class _Known:
     starts_seen: int = -1
     asked_s: float = 0.0
     """When a replica was last asked for."""
-    waiters: float = 1.0
-    """That waited for a start from zero, on average lately."""
-    waits_from: int | None = None
-    """Arrivals before the first of those that wait for such a start now."""
+    waiters: ColdWaiters = field(default_factory=ColdWaiters)
     start_s: float = 0.0
     start_high_s: float = 0.0
 
@@ -158,12 +155,7 @@ class Stoker(Asked):
         return Wish(decision.desired, ask_s, IDLE_LOOK_S, places)
 
     def _look(self, known: _Known, view: View, now_s: float) -> None:
-        if view.ready:
-            if known.waits_from is not None:
-                known.waiters += WAITERS_MEMORY * (view.arrivals - known.waits_from - known.waiters)
-                known.waits_from = None
-        elif view.waiting and known.waits_from is None:
-            known.waits_from = view.arrivals - view.waiting
+        known.waiters.note(view.ready, view.waiting, view.arrivals)
         demand = view.waiting + view.running
         known.peaks.note(now_s, max(view.take_peak(), demand))
         known.peaks.note(now_s, demand)
@@ -202,7 +194,7 @@ class Stoker(Asked):
             arrivals_in_60_s=count - bisect_left(times, now_s - 60.0),
             peaks=known.peaks.steps(),
             seen_s=now_s,
-            cold_waiters=known.waiters,
+            cold_waiters=known.waiters.mean,
         )
 
     @staticmethod
@@ -236,7 +228,7 @@ class Stoker(Asked):
             self._costs(known),
             idle_since_s=None if idle_since_s is None else idle_since_s + self._epoch_s,
             places=self._places(known),
-            waited=known.waiters,
+            waited=known.waiters.mean,
         )
         known.forecast = said.moved(-self._epoch_s)
         known.fitted_s = now_s

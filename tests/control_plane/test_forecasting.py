@@ -133,3 +133,11 @@ async def test_the_event_loop_goes_on_while_a_forecast_is_made() -> None:
     await plane.forecasting.look()
     counting.cancel()
     assert turns > 3
+
+
+async def test_it_reckons_with_as_many_as_were_found_to_wait_for_a_start() -> None:
+    plane = Plane(called_every_minute(30))
+    plane.forecasting.cold_waiters = lambda key: 9.0
+    await plane.forecasting.look()
+    choosing = plane.forecasting.choosing(KEY)
+    assert choosing is not None and choosing.waiters == 5.0

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from autoscaler.decision import Observed
 from autoscaler.forecast import Forecast
 from autoscaler.service import ServiceModel
 from control_plane.errors import InvalidRequest
@@ -78,6 +79,23 @@ async def test_a_replica_started_ahead_for_nothing_is_counted_as_wasted(plane: P
     await until(lambda: not plane.slot.living)
     await until(lambda: plane.context.loop.starting.ahead["fn", "wasted"] == 1)
     assert 'stoker_started_ahead_total{function="fn",outcome="wasted"} 1.0' in await metrics(plane)
+
+
+async def test_a_decision_knows_since_when_somebody_waits_and_how_many_starts_keep_waiting(plane: Plane) -> None:
+    await lead(plane)
+    await plane.deploy(scaling={"keep_alive": 60, "max_replicas": 1})
+    plane.slot.behaviour.start_s = 0.3
+    seen: list[Observed] = []
+    plane.context.loop.on_decided = lambda key, revision, decision: seen.append(decision.observed)
+    began_s = time.monotonic()
+    await asyncio.gather(*(ask(plane) for _ in range(6)))
+    waiting = [each for each in seen if each.waiting]
+    assert waiting and all(began_s <= each.waiting_since_s <= time.monotonic() for each in waiting)
+    await until(lambda: plane.context.loop.observation.cold_waiters(KEY) > 1.0)
+    plane.context.loop.poke(KEY)
+    await until(lambda: seen[-1].waiting == 0)
+    assert seen[-1].waiting_since_s is None
+    assert seen[-1].cold_waiters == plane.context.loop.observation.cold_waiters(KEY)
 
 
 async def test_in_advisory_mode_the_forecast_only_says_what_it_would_do(plane: Plane) -> None:
