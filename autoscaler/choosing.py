@@ -123,9 +123,7 @@ class Choosing:
         self._rates_on = False
 
     @classmethod
-    def rebuilt(
-        cls, history: Remembered, now_s: float, costs: Costs, places: int = 8, waited: float = 1.0
-    ) -> Choosing:
+    def rebuilt(cls, history: Remembered, now_s: float, costs: Costs, places: int = 8, waited: float = 1.0) -> Choosing:
         """As it would be, had it been there: replays the gaps the history remembers, planning `REPLAYS` times."""
         choosing = cls()
         starts, lengths, _ = gaps_of(history, now_s)

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 HEADROOM = 0.05
 """Share of a device that is nobody's: activations, fragments, the context of the driver."""
-LEAST_CHANGE = 0.1
-"""A grant is changed only by more than this share of it: every change drops cached prefixes or waits for requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +73,3 @@ def divide(total_bytes: int, sharers: Sequence[Sharer], headroom: float = HEADRO
 
 def fits(total_bytes: int, sharers: Sequence[Sharer], headroom: float = HEADROOM) -> bool:
     return sum(each.fixed_bytes + each.least_bytes for each in sharers) <= int(total_bytes * (1.0 - headroom))
-
-
-def worth_telling(before_bytes: int, now_bytes: int, *, needed: bool = False) -> bool:
-    """Whether a changed grant is to be told to its replica. `needed`: somebody waits for what it gives up."""
-    if needed and now_bytes < before_bytes:
-        return True
-    return abs(now_bytes - before_bytes) > LEAST_CHANGE * max(before_bytes, 1)
-
-
-def in_safe_order(changes: Sequence[tuple[str, int, int]]) -> tuple[tuple[str, int], ...]:
-    """(name, before, now) as (name, now): whoever gives up comes before whoever gets, so that the device is never
-    promised twice."""
-    ordered = sorted(changes, key=lambda change: (change[2] - change[1], change[0]))
-    return tuple((name, now_bytes) for name, _, now_bytes in ordered)

@@ -12,7 +12,8 @@ the others: exact up to that many slots, close beyond.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -29,6 +30,8 @@ ENDING_S = 0.5
 """From asking an idle replica to end to its memory's being back."""
 PARKING_S = 3.0
 """The same for one that runs requests, which it parks before."""
+ALIKE = 0.01
+"""Expected seconds that differ by a smaller share are the same: they were not measured better."""
 BYTES_PER_S = {DISK: 1.5e9, PEER: 1.0e9, STORE: 0.3e9}
 """Until it was measured."""
 
@@ -295,28 +298,39 @@ def _inputs(found: _Found) -> dict[str, float | int | str]:
 # --- requests ---
 
 
-def place_request(prompt_tokens: int, stored_kv_s: float | None, homes: Sequence[ReplicaHome]) -> Placement | None:
+def place_request(
+    prompt_tokens: int,
+    stored_kv_s: float | None,
+    homes: Sequence[ReplicaHome],
+    left_tokens: Callable[[str], float] | None = None,
+) -> Placement | None:
     """The ready replica with room where the first token comes soonest; None: none has room.
 
     `stored_kv_s`: seconds to load this request's stored KV, or None if there is none. A prefix that one replica has
     cached draws a request there as long as computing it elsewhere takes longer than the queue there does.
+    `left_tokens`: output tokens that a replica's requests are expected to make still. Where the first token comes as
+    soon at several, the one with the least work left is taken: it is the first to have its steps to itself.
     """
-    best: tuple[float, str] | None = None
-    second: tuple[float, str] | None = None
-    cached, affine = 0, ""
-    for home in homes:
-        if home.in_flight >= home.max_requests:
-            continue
-        score = (sum(_request_s(prompt_tokens, stored_kv_s, home)), home.replica_id)
-        if home.cached_tokens > cached:
-            cached, affine = home.cached_tokens, home.replica_id
-        if best is None or score < best:
-            best, second = score, best
-        elif second is None or score < second:
-            second = score
-    if best is None:
+    scored = sorted(
+        (sum(_request_s(prompt_tokens, stored_kv_s, home)), home.replica_id)
+        for home in homes
+        if home.in_flight < home.max_requests
+    )
+    if not scored:
         return None
     reason = "least expected seconds to the first token"
+    alike = bisect_right(scored, (scored[0][0] * (1.0 + ALIKE), "\U0010ffff"))
+    if left_tokens is not None and alike > 1:
+        least = min(scored[:alike], key=lambda score: (left_tokens(score[1]), score))
+        if least is not scored[0]:
+            scored.remove(least)
+            scored.insert(0, least)
+        reason = "of those with the soonest first token, the least work left"
+    best, second = scored[0], scored[1] if len(scored) > 1 else None
+    cached, affine = 0, ""
+    for home in homes:
+        if home.cached_tokens > cached and home.in_flight < home.max_requests:
+            cached, affine = home.cached_tokens, home.replica_id
     if affine and affine != best[1]:
         reason = f"the queue of {affine} costs more than the {cached} tokens it holds would save"
     shown = {best[1], second[1] if second else ""}

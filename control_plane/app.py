@@ -49,7 +49,7 @@ from control_plane.journal import Journal
 from control_plane.kv_collection import KvCollection
 from control_plane.kv_desk import KvDesk
 from control_plane.kv_index import KvIndex
-from control_plane.lanes import UNMEASURED, FunctionKey
+from control_plane.lanes import FunctionKey
 from control_plane.ledger import Ledger
 from control_plane.live_request import LiveRequest
 from control_plane.load_store import LoadStore
@@ -162,15 +162,9 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
     _tell_placing(fleet.placing, seating, functions)
     fleet.placing.on_room = loop.poke
 
-    def speeds(key: FunctionKey, identity: str) -> tuple[float, float]:
-        """Of a step and of prefill, by which a request weighs a queue against a prefix."""
-        service = dispatcher.service_times.model(key, identity)
-        return UNMEASURED if service is None else (service.step_s(1), service.prefill_tokens_per_s)
-
-    dispatcher.lanes.speeds = speeds
     slot_scaling = SlotScaling(fleet, slots, decisions, settings.slot.hold_s, lambda: loop.leads)
     predicted = Predicted(functions, fleet)
-    predicted.forecast = loop.forecasting.of
+    predicted.forecast = dispatcher.service_times.forecast = loop.forecasting.of
     loop.observation.service = dispatcher.service_times.model
     fleet.placing.load, fleet.placing.expected = predicted.load, predicted.expected
     fleet.placing.context_tokens, slot_scaling.expected = predicted.context_tokens, predicted.replicas

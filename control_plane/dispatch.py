@@ -65,6 +65,7 @@ class Dispatcher:
         """After how long a request that found the queue full would find a place in it; None: not known."""
         self.service_times = ServiceTimes()
         self.lanes.speeds = self.service_times.speeds
+        self.lanes.left_tokens = self.service_times.left_tokens
         self.unusable: Callable[[FunctionKey, str], str] = lambda key, identity: ""
         """Why no replica of this checkpoint can be had; empty if one can."""
         self.endings = Endings(journal, self.lanes, self.requests, self._left, self._give_up)

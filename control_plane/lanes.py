@@ -137,6 +137,8 @@ class Lane:
         self._was_ready = False
         self.speeds: Callable[[], tuple[float, float]] = lambda: UNMEASURED
         """Seconds of an engine step, and tokens a second of prefill, of this lane's replicas."""
+        self.left_tokens: Callable[[], Callable[[int, int], float]] = lambda: _all_it_may
+        """What a request is expected to make still, by what it has made and may make."""
 
     # --- demand, as scaling sees it ---
 
@@ -295,10 +297,23 @@ class Lane:
             )
             for seat in free
         ]
-        placement = place_request(len(request.origin.prompt), None, homes)
+        placement = place_request(len(request.origin.prompt), None, homes, self._work_left)
         if placement is None:
             return None
         return self.seats[placement.choice], placement
+
+    def _work_left(self, replica_id: str) -> float:
+        """Tokens. Requests of other gateways are taken to be like the ones that are known."""
+        seat, left = self.seats[replica_id], self.left_tokens()
+        tokens = sum(
+            left(request.received // request.origin.sampling.n, request.origin.sampling.max_tokens)
+            for request in seat.in_flight.values()
+        )
+        return tokens * (1.0 + seat.others / len(seat.in_flight)) if seat.in_flight else float(seat.others)
+
+
+def _all_it_may(made: int, most: int) -> float:
+    return float(most - made)
 
 
 class Place:
@@ -338,6 +353,7 @@ class Lanes:
         self.granted: Callable[[FunctionKey], Room] = lambda key: whole
         """This gateway's part of a function's bounds, which hold for all gateways together."""
         self.speeds: Callable[[FunctionKey, str], tuple[float, float]] = lambda key, identity: UNMEASURED
+        self.left_tokens: Callable[[FunctionKey, str], Callable[[int, int], float]] = lambda key, identity: _all_it_may
         self.noted: Callable[[Lane], None] = lambda lane: None
         self._lanes: dict[tuple[FunctionKey, str], Lane] = {}
         self._of: dict[FunctionKey, dict[str, Lane]] = {}
@@ -348,6 +364,7 @@ class Lanes:
         if lane is None:
             lane = self._lanes[key, identity] = Lane(key, identity)
             lane.speeds = lambda: self.speeds(key, identity)
+            lane.left_tokens = lambda: self.left_tokens(key, identity)
             lane.noted = self.noted
             self._of.setdefault(key, {})[identity] = lane
             lane.pause(self._paused.get(key, ""))

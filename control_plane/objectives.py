@@ -107,12 +107,12 @@ class Objectives:
 
     def _server(self, seat: Seat, output_tokens: float) -> Server:
         times = self._dispatcher.service_times
-        lengths = times.output_lengths(seat.key, seat.identity)
+        expected = times.left_tokens(seat.key, seat.identity)
         unread = 0
         left: list[float] = []
         for request in seat.in_flight.values():
             sampling = request.origin.sampling
-            left.append(admission.left_tokens(request.received // sampling.n, sampling.max_tokens, lengths))
+            left.append(expected(request.received // sampling.n, sampling.max_tokens))
             if request.last_token_ns == 0:
                 unread += len(request.origin.prompt)
         left += [output_tokens / 2] * seat.others

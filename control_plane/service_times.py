@@ -20,6 +20,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from autoscaler.admission import LENGTHS_NEEDED, left_tokens
+from autoscaler.forecast import Forecast
 from autoscaler.service import ServiceModel
 from control_plane.lanes import UNMEASURED, FunctionKey, Seat
 from control_plane.live_request import LiveRequest
@@ -99,6 +101,8 @@ class ServiceTimes:
         self._served: dict[tuple[FunctionKey, str], _Served] = {}
         self._before: dict[str, tuple[Progress, bool]] = {}
         """The last heartbeat of each replica, and whether a prompt was being prefilled at it."""
+        self.forecast: Callable[[FunctionKey], Forecast | None] = lambda key: None
+        """Of a function, if one holds: it outlives this process."""
 
     def _of(self, key: FunctionKey, identity: str) -> _Served:
         served = self._served.get((key, identity))
@@ -173,16 +177,22 @@ class ServiceTimes:
         return self.model(max(known)[1], identity) if known else None
 
     def speeds(self, key: FunctionKey, identity: str) -> tuple[float, float]:
-        """Seconds of a step and tokens a second of prefill, as placement of requests asks for them."""
+        """Seconds of a step and tokens a second of prefill, by which a request weighs a queue against a prefix."""
         model = self.model(key, identity)
-        if model is None:
-            return UNMEASURED
-        return model.step_s((model.max_requests + 1) // 2), model.prefill_tokens_per_s
+        return UNMEASURED if model is None else (model.step_s(1), model.prefill_tokens_per_s)
 
     def output_lengths(self, key: FunctionKey, identity: str) -> list[int]:
         """Tokens of the last answers, ascending."""
         served = self._served.get((key, identity))
         return served.outputs.ascending if served is not None else []
+
+    def left_tokens(self, key: FunctionKey, identity: str) -> Callable[[int, int], float]:
+        """What a request that has made so many tokens, and may make so many, is expected to make still: by the answers
+        that ended here; before there were enough, by those that the forecast knows of."""
+        lengths, forecast = self.output_lengths(key, identity), self.forecast(key)
+        if len(lengths) < LENGTHS_NEEDED and forecast is not None and forecast.output_tokens:
+            return lambda made, most: min(max(most - made, 0), forecast.remaining_tokens(made))
+        return lambda made, most: left_tokens(made, most, lengths)
 
     def computed_share(self, key: FunctionKey, identity: str) -> float:
         """Of a prompt's tokens, those that are computed and not found."""

@@ -3,8 +3,9 @@
 Start times are published ones: everything but the weights 3.5 s (DeepServe, ATC 2025: Llama 3 8B in 4.75 s with its
 weights in host memory) and 13 GB/s a device from a pool (ServerlessLLM on H100: 8B in 1.25 s), then 6 GB/s from a disk
 and 3.07 GB/s from a store (Run:ai Model Streamer: 15 GB in 4.88 s), spread log-normal with sigma 0.2. Steps follow from
-an H100's published bandwidth (3.35 TB/s, 60 % of it reached) and arithmetic (990 TFLOP/s, 45 %). Limits: half
-precision; grouped-query attention as in Llama 3; whoever has measured a function should replay its journal instead.
+an H100's published bandwidth (3.35 TB/s, 60 % of it reached) and arithmetic (990 TFLOP/s, 45 %). KV a token
+is that of published models of the size (Llama 3, Qwen 2.5). Limits: half precision; whoever has measured a function
+should replay its journal instead.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ MAX_REQUESTS: Final = 64
 OBJECTIVE_S: Final = 30.0
 REPLICAS_OF_DEVICES: Final = 16
 """Devices that one function may hold at once."""
+KV_BYTES_PER_TOKEN: Final = {1.0: 32_768, 3.0: 114_688, 8.0: 131_072, 14.0: 196_608, 32.0: 262_144, 70.0: 327_680}
+"""By billions of parameters: Llama 3.2 1B and 3B, Llama 3 8B and 70B, Qwen 2.5 14B and 32B."""
 MIX_B: Final = (1.0, 3.0, 8.0, 8.0, 13.0, 32.0, 70.0)
 """Billions of parameters, dealt to the functions of a trace in turn."""
 
@@ -55,8 +58,9 @@ class Size:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        # Llama 3: 32 KiB for 1B, 128 KiB for 8B, 320 KiB for 70B: near the square root of the size.
-        return int(max(math.sqrt(self.parameters_b) * 40 * 1024, 32 * 1024))
+        """Of other sizes: between those of their neighbours."""
+        known = [math.log(size_b) for size_b in KV_BYTES_PER_TOKEN]
+        return int(np.interp(math.log(self.parameters_b), known, list(KV_BYTES_PER_TOKEN.values())))
 
     def service(self) -> ServiceModel:
         together = 1.0 if self.devices == 1 else TOGETHER

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from autoscaler.admission import left_tokens
 from control_plane.lanes import Lane, Seat
 from control_plane.prefixes import KEPT, STRIDE, Prefixes, chain_of
 
@@ -39,7 +40,10 @@ def test_what_was_not_used_lately_is_forgotten_the_deepest_first() -> None:
 
 
 def request(prompt: list[int], name: str) -> Any:
-    return SimpleNamespace(request_id=name, origin=SimpleNamespace(prompt=tuple(prompt)), seat=None)
+    sampling = SimpleNamespace(n=1, max_tokens=100)
+    return SimpleNamespace(
+        request_id=name, origin=SimpleNamespace(prompt=tuple(prompt), sampling=sampling), seat=None, received=0
+    )
 
 
 def lane_of(*names: str) -> Lane:
@@ -68,3 +72,19 @@ def test_a_conversation_goes_back_to_the_replica_that_had_it_until_its_queue_cos
     lane.speeds = lambda: (0.05, 100_000.0)
     quick, reason = place(lane, [*BASE, 8], "4")
     assert quick == other and reason.startswith(f"the queue of {first} costs more than the 960 tokens it holds")
+
+
+def test_of_replicas_that_are_as_soon_the_one_with_the_least_work_left_is_taken() -> None:
+    lane = lane_of("a", "b")
+    running = {name: request([number], name) for number, name in enumerate(("a", "b"))}
+    for name, each in running.items():
+        lane.seats[name].take(each)
+    running["a"].received, running["b"].received = 10, 90
+    chosen, reason = place(lane, [5], "new")
+    assert chosen == "b" and reason == "of those with the soonest first token, the least work left"
+    # Answers turn out to be short: who has made ten is nearly done, who has made ninety will make all it may.
+    lane = lane_of("a", "b")
+    for name, each in running.items():
+        lane.seats[name].take(each)
+    lane.left_tokens = lambda: lambda made, most: left_tokens(made, most, [12, 12, 12, 12])
+    assert place(lane, [5], "new")[0] == "a"

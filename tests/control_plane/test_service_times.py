@@ -7,6 +7,8 @@ from typing import Any, cast
 
 import pytest
 
+from autoscaler.admission import LENGTHS_NEEDED
+from autoscaler.forecast import Forecast
 from control_plane.lanes import Seat
 from control_plane.live_request import LiveRequest
 from control_plane.service_times import FIT_S, IDENTITIES_KEPT, LENGTHS_KEPT, ServiceTimes, token_s
@@ -130,3 +132,15 @@ def test_lengths_of_answers_are_those_of_the_last_and_in_order(replica: Replica)
         replica.times.ended(live)
     lengths = replica.times.output_lengths(KEY, "id")
     assert lengths == sorted(lengths) == list(range(11, LENGTHS_KEPT + 11))
+
+
+def test_before_enough_answers_ended_here_their_rest_is_what_the_forecast_expects(replica: Replica) -> None:
+    replica.times.forecast = lambda key: Forecast("reactive", 0.0, output_tokens=100.0, output_spread=1.0)
+    left = replica.times.left_tokens(KEY, "id")
+    assert left(0, 1000) == 100.0 and left(500, 1000) == pytest.approx(266, abs=1)
+    assert left(500, 600) == 100.0, "never more than it may"
+    live = replica.request(10)
+    for _ in range(LENGTHS_NEEDED):
+        live.log.last_seq = 20
+        replica.times.ended(live)
+    assert replica.times.left_tokens(KEY, "id")(5, 1000) == 15.0
