@@ -103,23 +103,19 @@ class Line:
             return ready[0]
         if ready[-1] - ready[0] <= cycle_s:
             return ready[ahead % count] + (ahead // count) * cycle_s
-        # Some places are free again before others are for the first time: find the cycle, then the turn within it.
-        low, high = 0, ahead + 1
-        while low < high:
-            middle = (low + high) // 2
-            if self.depth(ready[0] + middle * cycle_s) > ahead:
-                high = middle
-            else:
-                low = middle + 1
-        if not low:
-            return ready[0]
-        begin_s, end_s = ready[0] + (low - 1) * cycle_s, ready[0] + low * cycle_s
-        turns = sorted(
-            each + number * cycle_s
-            for each in ready
-            for number in range(_turns(each, begin_s, cycle_s), _turns(each, end_s, cycle_s))
-        )
-        return turns[ahead - self.depth(begin_s)]
+        # Some places are free again before others are for the first time. In each cycle from the first turn on, every
+        # place that has begun has one turn: those that begin within the same cycle are counted together.
+        first_s, left = ready[0], ahead
+        begins = [int((each - first_s) / cycle_s) for each in ready]
+        for begun in range(1, count + 1):
+            if begun < count and begins[begun] == begins[begun - 1]:
+                continue
+            if begun == count or left < begun * (begins[begun] - begins[begun - 1]):
+                cycle = begins[begun - 1] + left // begun
+                turns = sorted(ready[each] - begins[each] * cycle_s for each in range(begun))
+                return turns[left % begun] + cycle * cycle_s
+            left -= begun * (begins[begun] - begins[begun - 1])
+        raise AssertionError("the last place takes all that are left")
 
     def depth(self, within_s: float) -> int:
         """How many may line up so that the turn of the last comes `within_s`."""

@@ -213,7 +213,7 @@ class Simulation:
         if function.queue:
             self._push_idle(function, now_s + max(function.idle_after_s, 0.5))
         elif function.running:
-            self._push_idle(function, max(function.idle_at_least_until_s(now_s), now_s) + function.idle_after_s)
+            self._push_idle(function, max(function.busy_until_at_least_s(), now_s) + function.idle_after_s)
         elif function.last_end_s + function.idle_after_s <= now_s:
             self._apply(function, self.policy.on_idle(function, now_s), now_s)
         else:

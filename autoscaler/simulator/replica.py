@@ -83,10 +83,3 @@ class SimReplica:
             context -= tokens
             step_s = base_s + per_request_s * len(heap) + per_token_s * context
         return at_s
-
-    def least_end_s(self, step_s: float) -> float:
-        """No later than the last running request's end, if a step never takes less than `step_s`."""
-        if not self.heap:
-            return self.at_s
-        at_s = self.at_s if self.at_s > self.frozen_s else self.frozen_s
-        return at_s + (max(self.heap)[0] - self.steps) * step_s

@@ -31,7 +31,6 @@ class FunctionState:
         self._per_token_s = service.step_per_context_token_s
         self._max_requests = service.max_requests
         self._kv_tokens = service.kv_tokens
-        self._least_step_s = service.step_s(1)
         self._waits = waits
         self._first = first
         """Number of the first request whose wait is kept."""
@@ -235,13 +234,9 @@ class FunctionState:
         """Whether the fast path applies."""
         self.solo = self.open[0] if len(self.open) == 1 and not self.closed and not self.queue else None
 
-    def idle_at_least_until_s(self, now_s: float) -> float:
-        """Busy until then at least, if nothing is added."""
-        until_s = now_s
-        for replica in (*self.open, *self.closed):
-            if replica.heap:
-                until_s = max(until_s, replica.least_end_s(self._least_step_s))
-        return until_s
+    def busy_until_at_least_s(self) -> float:
+        """When the last running request ends if none is added."""
+        return max((self.drained_s(each) for each in (*self.open, *self.closed) if each.heap), default=-NEVER)
 
     def drained_s(self, replica: SimReplica) -> float:
         """When a replica that takes nothing more has ended what it has."""
