@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import os
 import resource
 import sys
 import time
@@ -46,7 +47,7 @@ JUDGED = (1.0, 10.0)
 """At these, a share of the way to the oracle is promised."""
 PROMISED_SHARE = 0.30
 WARM_UP_S = 3600.0
-PROCESSES = 2
+PROCESSES = int(os.environ.get("STOKER_BENCH_PROCESSES", "2"))
 GRID: dict[str, tuple[str, ...]] = {
     "knative": tuple(
         f"knative:utilisation={use},stable_window_s={window_s},scale_to_zero_grace_s={grace_s}"
