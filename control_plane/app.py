@@ -138,6 +138,7 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
     slots = backend or _slots(settings, db, gateways, peers)
     if isinstance(slots, LinkedSlots):
         slots.files = slot_files
+        slot_files.slots_elsewhere = slots.any_elsewhere
     fleet = Fleet(slots, ledger)
     seating = Seating(fleet, dispatcher, journal, gateways.alone)
     serving = Serving(functions, dispatcher, settings.queue)
@@ -152,6 +153,8 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
     adopting = Adopting(journal, tenant_keys, serving, dispatcher, seating, kv_desk)
     prompts = PromptMakers()
     importing = Importing(settings, functions, fleet, prompts)
+    importing.publish = slot_files.publish if slot_files.publishes else None
+    prompts.locate = fleet.placing.grants.locate = slot_files.locate
     serving.import_again = importing.again
     demand = Demand(dispatcher.lanes, gateways, dispatcher.load)
     observations = Observations(dispatcher.load, gateways, functions, LoadStore(db, gateway_id))

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -74,6 +74,8 @@ class Importing:
         self._failed_s: dict[ImportKey, tuple[float, int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.progress: dict[ImportKey, ImportProgress] = {}
+        self.publish: Callable[[str], None] | None = None
+        """Puts an imported manifest where gateways on other machines find it; called in a thread."""
         self.leads = True
         """One gateway of a database imports and prepares, for all."""
         functions.subscribe(self._changed)
@@ -137,6 +139,10 @@ class Importing:
         """Have tokenizer and prepared form at hand before the first request needs them."""
         if revision.manifest_path is None:
             return
+        if self.leads and self.publish is not None:
+            line = await self._published(_Line("done", manifest_path=revision.manifest_path))
+            if line.event == "error":
+                logger.warning("event=manifest_not_published function=%s error=%s", revision.function, line.message)
         try:
             await self._prompts.get(revision.manifest_path)
         except StokerError as error:
@@ -150,7 +156,7 @@ class Importing:
             for pause_s in (*RETRY_S, None):
                 self.progress[key] = ImportProgress("waiting", 0, 0)
                 async with self._room:
-                    line = await self._run(key, revision)
+                    line = await self._published(await self._run(key, revision))
                 if line.event == "done":
                     self._failed_s.pop(key, None)
                     await self._note(revision, ImportState.READY, line)
@@ -165,6 +171,18 @@ class Importing:
             await self._note(revision, ImportState.FAILED, line)
         finally:
             self.progress.pop(key, None)
+
+    async def _published(self, line: _Line) -> _Line:
+        """The import's outcome, once others can find it."""
+        from model_loader.errors import LoaderError
+
+        if line.event != "done" or self.publish is None:
+            return line
+        try:
+            await asyncio.to_thread(self.publish, line.manifest_path)
+        except LoaderError as error:
+            return _Line("error", code=error.code, message=str(error), retry=error.retry)
+        return line
 
     async def _note(self, revision: Revision, state: ImportState, line: _Line) -> None:
         for pause_s in (0.2, 1.0, 5.0, 30.0, None):

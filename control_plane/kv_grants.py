@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -51,6 +51,8 @@ class KvGrants:
     def __init__(self) -> None:
         self._shapes: dict[str, KvShape] = {}
         self._reading: dict[str, asyncio.Task[None]] = {}
+        self.locate: Callable[[str], Path] = Path
+        """Where a manifest lies on this machine; called in a thread."""
 
     async def close(self) -> None:
         for task in list(self._reading.values()):
@@ -66,7 +68,7 @@ class KvGrants:
 
     async def _read(self, identity: str, manifest_path: str) -> None:
         try:
-            self._shapes[identity] = await asyncio.to_thread(_shape_of, Path(manifest_path))
+            self._shapes[identity] = await asyncio.to_thread(lambda: _shape_of(self.locate(manifest_path)))
         except Exception as error:
             logger.warning("event=kv_shape_unknown identity=%s error=%r", identity[:12], error)
 

@@ -43,13 +43,16 @@ class StoreTokens:
         self._secret = secret
 
     def of(self, slot_id: str) -> str:
-        mac = hmac.new(self._secret, f"stoker store:{slot_id}".encode(), hashlib.sha256).hexdigest()
+        mac = hmac.new(self._secret, _bytes(f"stoker store:{slot_id}"), hashlib.sha256).hexdigest()
         return f"{_PREFIX}{slot_id}.{mac}"
 
     def slot_of(self, token: str) -> str | None:
         """Whose token it is; None: nobody's."""
         slot_id = token.removeprefix(_PREFIX).rpartition(".")[0]
-        right = token.startswith(_PREFIX) and hmac.compare_digest(
-            self.of(slot_id).encode("utf-8", "surrogatepass"), token.encode("utf-8", "surrogatepass")
-        )
+        right = token.startswith(_PREFIX) and hmac.compare_digest(_bytes(self.of(slot_id)), _bytes(token))
         return slot_id if right and slot_id else None
+
+
+def _bytes(text: str) -> bytes:
+    """Of what may have come in a header."""
+    return text.encode("utf-8", "surrogatepass")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -60,6 +60,26 @@ def pack(manifest: Manifest, origin_of: OriginOf) -> list[Part]:
         Part(MANIFEST_NAME, json.dumps(document, separators=(",", ":")).encode()),
         *(Part(path.name, path) for path in beside if path.exists()),
     ]
+
+
+def bundle(parts: Sequence[Part]) -> list[bytes]:
+    """All parts as one: a line of JSON, [[name, bytes], ...], and the files one after the other."""
+    return [json.dumps([(part.name, part.nbytes) for part in parts]).encode() + b"\n", *(part.read() for part in parts)]
+
+
+def unbundle(raw: bytes, directory: Path) -> None:
+    """Writes the parts down. Raises IntegrityError."""
+    line, newline, rest = raw.partition(b"\n")
+    try:
+        files = [(str(name), int(nbytes)) for name, nbytes in json.loads(line)]
+    except (ValueError, TypeError) as error:
+        raise IntegrityError(f"a bundle of a manifest cannot be read: {error}") from error
+    if not newline or sum(nbytes for _, nbytes in files) != len(rest) or not all(is_part(name) for name, _ in files):
+        raise IntegrityError("a bundle of a manifest is cut off, or holds something else")
+    at = 0
+    for name, nbytes in files:
+        (directory / name).write_bytes(rest[at : at + nbytes])
+        at += nbytes
 
 
 def is_part(name: str) -> bool:

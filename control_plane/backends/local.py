@@ -45,6 +45,11 @@ class LinkedSlots:
         """What slots elsewhere need of this machine; None: all slots share its folders."""
         self._attached: dict[str, SlotLink] = {}
 
+    @property
+    def any_elsewhere(self) -> bool:
+        """Whether there are, or may be, slots that share no folder with this process."""
+        return bool(self._attached)
+
     def _attach(self, settings: Settings) -> None:
         """Slots that somebody else started: their links begin and end with the backend."""
         secret, orphan_s = Path(settings.slot.agent_secret_file), settings.slot.orphan_s

@@ -2,13 +2,16 @@
 
 A spec is fitted to the slot it goes to: a path means something only where the folder is shared, a `file:` store is
 reached over HTTP from elsewhere, with the slot's own token. Files of checkpoints that lie on this machine only are
-served as objects of that store, or put into the bucket that slots read. Limits: where neither can be reached by slots,
-such a checkpoint is refused, in words.
+served as objects of that store, or put into the bucket that slots read. Where several gateways share a bucket and no
+folder, the manifest itself lies there, too, for those that did not import it. Limits: where neither can be reached by
+slots, such a checkpoint is refused, in words.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
+import tempfile
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
 SERVED: Final = "http+stoker://"
 KEPT_MANIFESTS: Final = 64
+BUNDLE: Final = "manifest.bundle"
 
 
 class SlotFiles:
@@ -37,6 +41,9 @@ class SlotFiles:
         self._store = settings.store_uri
         self._slots_store = settings.slot_store_uri
         self._opened = opened
+        self._shared = settings.shared
+        self.slots_elsewhere = False
+        """Whether there are slots that share no folder."""
         self._manifest = lru_cache(KEPT_MANIFESTS)(_load)
 
     def fit(self, spec: ReplicaSpec, slot_id: str, *, shares_files: bool) -> ReplicaSpec:
@@ -58,8 +65,46 @@ class SlotFiles:
         """What a slot elsewhere is sent of a checkpoint. Raises LoaderError."""
         from model_loader.portable import pack
 
-        manifest = self._current(Path(manifest_path))
+        manifest = self._current(self.locate(manifest_path))
         return pack(manifest, lambda number: self._origin(manifest, number))
+
+    @property
+    def publishes(self) -> bool:
+        """Whether what one gateway imports has to be in the bucket, for gateways and slots that share no folder."""
+        return self._shared and self.slots_elsewhere and self._slots_store.startswith("s3:")
+
+    def publish(self, manifest_path: str) -> None:
+        """Raises LoaderError."""
+        from model_loader.portable import bundle
+
+        store, key = self._opened(), f"models/{Path(manifest_path).parent.name}/{BUNDLE}"
+        if self.publishes and store.exists(key) is None:
+            store.put(key, *bundle(self.parts(manifest_path)))  # after the weights: who finds it finds them
+
+    def locate(self, manifest_path: str) -> Path:
+        """The manifest on this machine, wherever it was imported; fetched where only the bucket has it. Raises
+        LoaderError."""
+        path = Path(manifest_path)
+        if path.exists() or not self._slots_store.startswith("s3:"):
+            return path
+        identity = path.parent.name
+        here = self._models_dir / identity / path.name
+        if not here.exists():
+            self._fetch(identity, here.parent)
+        return here
+
+    def _fetch(self, identity: str, target: Path) -> None:
+        from model_loader.portable import admit, unbundle
+
+        raw = self._opened().get(f"models/{identity}/{BUNDLE}")
+        self._models_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".arriving-", dir=self._models_dir) as folder:
+            aside = Path(folder) / "manifest"
+            aside.mkdir()
+            unbundle(raw, aside)
+            admit(aside, identity)
+            with contextlib.suppress(OSError):  # somebody else was quicker
+                aside.rename(target)
 
     def checkpoint_file(self, identity: str, number: int) -> Path:
         """The file of a checkpoint of this installation, as its manifest names it. Raises MissingObject."""

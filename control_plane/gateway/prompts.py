@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from control_plane.errors import InvalidRequest, ModelUnusable
+from control_plane.errors import InvalidRequest, ModelUnusable, ObjectStoreUnavailable
 from control_plane.gateway.parsing import GenerationRequest, SamplingRequest
 from function_runtime.protocol import Sampling
 
@@ -35,18 +36,20 @@ class PromptMaker:
         self._template = template
 
     @classmethod
-    def load(cls, manifest_path: Path) -> PromptMaker:
+    def load(cls, manifest_path: str, locate: Callable[[str], Path] = Path) -> PromptMaker:
         from model_loader.chat import ChatTemplate
-        from model_loader.errors import LoaderError
+        from model_loader.errors import LoaderError, StoreUnavailable
         from model_loader.manifest import Manifest
         from model_loader.tokenizer import Tokenizer
 
         try:
-            manifest = Manifest.load(manifest_path)
+            manifest = Manifest.load(locate(manifest_path))
             tokenizer = Tokenizer.load(manifest.directory)
             template = None
             if manifest.chat_template is not None:
                 template = ChatTemplate(manifest.chat_template, manifest.bos_token or "", manifest.eos_token or "")
+        except StoreUnavailable as error:
+            raise ObjectStoreUnavailable(f"the checkpoint's manifest cannot be had now: {error}") from error
         except LoaderError as error:
             raise ModelUnusable(f"the checkpoint's tokenizer cannot be used: {error}") from error
         return cls(manifest, tokenizer, template)
@@ -144,11 +147,14 @@ class PromptMakers:
 
     def __init__(self) -> None:
         self._loading: OrderedDict[str, asyncio.Future[PromptMaker]] = OrderedDict()
+        self.locate: Callable[[str], Path] = Path
+        """Where a manifest lies on this machine; called in a thread."""
 
     async def get(self, manifest_path: str) -> PromptMaker:
         future = self._loading.get(manifest_path)
         if future is None:
-            future = asyncio.ensure_future(asyncio.to_thread(PromptMaker.load, Path(manifest_path)))
+            loading = asyncio.to_thread(lambda: PromptMaker.load(manifest_path, self.locate))
+            future = asyncio.ensure_future(loading)
             self._loading[manifest_path] = future
             future.add_done_callback(lambda done: self._forget_failure(manifest_path, done))
             while len(self._loading) > KEPT:

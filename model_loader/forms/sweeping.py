@@ -44,11 +44,13 @@ def form_names(identity: str) -> frozenset[str]:
 
 
 def forget_checkpoint(store: ObjectStore, identity: str) -> Swept:
-    """Removes what was made of one checkpoint. Raises `StoreError`; what it removed until then is gone."""
+    """Removes what was made of one checkpoint, and what slots elsewhere had it from. Raises `StoreError`; what it
+    removed until then is gone."""
     going: list[ObjectInfo] = []
     for name in form_names(identity):
         going += store.list(f"forms/{name}/", within_s=WITHIN_S)
-    going += store.list(f"artifacts/{identity}/", within_s=WITHIN_S)
+    for prefix in (f"artifacts/{identity}/", f"models/{identity}/"):
+        going += store.list(prefix, within_s=WITHIN_S)
     return _remove(store, going)
 
 
