@@ -25,6 +25,7 @@ from function_runtime.engine_like import EngineLike
 from function_runtime.errors import EngineFault, SlotError
 from function_runtime.inbox import Inbox
 from function_runtime.kv_service import KvService
+from function_runtime.printing import forgive
 from function_runtime.protocol import ReplicaSpec, StoreTotals
 from function_runtime.serving import Serving
 from function_runtime.wire import (
@@ -235,5 +236,4 @@ def _redirect_output(log_path: str) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    sys.stderr.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    forgive()

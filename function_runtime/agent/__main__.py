@@ -31,6 +31,7 @@ from function_runtime.agent.pool import Pool, Tiers
 from function_runtime.agent.server import AgentServer
 from function_runtime.agent.slot import Slot
 from function_runtime.agent.watch import Watch
+from function_runtime.printing import forgive
 from function_runtime.protocol import AgentInfo
 
 TERM_GRACE_S: Final = 10.0
@@ -77,6 +78,7 @@ def main() -> None:
     except OSError as error:
         print(f"cannot listen on {arguments.listen}: {error.strerror or error}", file=sys.stderr)
         sys.exit(2)
+    forgive()
     asyncio.run(_run(arguments, directory, address, listener, access))
 
 
