@@ -233,6 +233,12 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
         traces=traces,
     )
     _connect_gateways(context)
+    if settings.kubernetes.pods:
+        from control_plane.backends.kubernetes.backend import KubernetesBackend
+        from control_plane.backends.kubernetes.cluster import Cluster
+
+        if isinstance(slots, KubernetesBackend):
+            context.cluster = Cluster(context, slots)
     return context
 
 
@@ -255,6 +261,10 @@ def _tell_placing(placing: Placing, seating: Seating, functions: FunctionStore) 
 
 
 def _slots(settings: Settings, db: Database, gateways: Gateways, peers: Peers) -> Backend:
+    if settings.kubernetes.pods:
+        from control_plane.backends.kubernetes.cluster import make_backend
+
+        return make_backend(settings)
     if gateways.alone:
         return LocalBackend(settings)
     shared = SharedBackend(settings, SlotTable(db, gateways.id), gateways)
@@ -270,6 +280,8 @@ def _connect_gateways(context: AppContext) -> None:
         context.fleet.keeps_books = leads
         context.importing.lead(leads)
         context.allowances.forget()
+        if context.cluster is not None:
+            context.cluster.lead_changed()
 
     def imported(change: FunctionChange) -> None:
         if change.kind is ChangeKind.IMPORTED and gateways.leads:
@@ -336,6 +348,8 @@ async def close_context(context: AppContext) -> None:
     await context.dispatcher.close()
     await context.kv_desk.close()
     await context.seating.close()
+    if context.cluster is not None:
+        await context.cluster.close()
     await context.fleet.close(end_agents=False, grace_s=0.0)
     try:
         await context.loop.observations.keep(whole=True)

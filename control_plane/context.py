@@ -12,6 +12,7 @@ from aiohttp import web
 if TYPE_CHECKING:
     from control_plane.adopting import Adopting
     from control_plane.allowances import Allowances
+    from control_plane.backends.kubernetes.cluster import Cluster
     from control_plane.backends.slot_files import SlotFiles
     from control_plane.budgets import Budgets
     from control_plane.database import Database
@@ -95,6 +96,8 @@ class AppContext:
     slot_files: SlotFiles
     store: StoreWatch
     traces: Traces | None = None
+    cluster: Cluster | None = None
+    """Where slots are pods."""
     draining: bool = False
     """No new requests any more: the process is going down."""
     ready: bool = False

@@ -156,6 +156,15 @@ class Demand:
                     found.running[replica_id] = found.running.get(replica_id, 0) + count
         return found
 
+    def running_elsewhere(self) -> dict[str, int]:
+        """Requests of every replica at all other gateways."""
+        found: dict[str, int] = {}
+        for report, _ in self._reports.values():
+            for lane in report.lanes:
+                for replica_id, count in lane.running:
+                    found[replica_id] = found.get(replica_id, 0) + count
+        return found
+
     def waiting_elsewhere(self, key: FunctionKey, identity: str) -> int:
         return sum(
             lane.waiting

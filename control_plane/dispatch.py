@@ -69,7 +69,13 @@ class Dispatcher:
         self.unusable: Callable[[FunctionKey, str], str] = lambda key, identity: ""
         """Why no replica of this checkpoint can be had; empty if one can."""
         self.endings = Endings(journal, self.lanes, self.requests, self._left, self._give_up)
-        self._timeouts = TimeoutWatch(self._lane_of, self.endings.timed_out)
+        self.why_waiting: Callable[[FunctionKey], str] = lambda key: ""
+        """How far it is with what those wait for that find no replica; empty if there is nothing to say."""
+        self._timeouts = TimeoutWatch(
+            self._lane_of,
+            self.endings.timed_out,
+            lambda live: self.why_waiting((live.origin.tenant, live.origin.function)),
+        )
         self._attempts = Attempts(
             journal, self._notes, self.requests, self.endings, self._timeouts.arm, self._again, self.seat_closing
         )

@@ -51,6 +51,15 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _one_of(*choices: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"expected {' or '.join(choices)}")
+        return text
+
+    return parse
+
+
 def store_uri(text: str) -> str:
     """Checked for its form only: whether the store works is found out beside the start."""
     from model_loader.errors import LoaderError
@@ -101,6 +110,21 @@ ENVIRONMENT: Final[dict[str, tuple[str, str, Callable[[str], Any]] | None]] = {
     "STOKER_KV_GRACE_S": ("kv", "grace_s", _seconds),
     "STOKER_KV_ORPHAN_S": ("kv", "orphan_s", _seconds),
     "STOKER_REQUIRED": None,  # what else the environment has to hold (`control_plane.required`)
+    "STOKER_BACKEND": ("kubernetes", "backend", _one_of("local", "kubernetes")),
+    "STOKER_NAMESPACE": ("kubernetes", "namespace", str),
+    "STOKER_RELEASE": ("kubernetes", "release", str),
+    "STOKER_POD_NAME": ("kubernetes", "pod_name", str),
+    "STOKER_POD_IP": ("kubernetes", "pod_ip", str),
+    "STOKER_SLOT_IMAGE": ("kubernetes", "slot_image", str),
+    "STOKER_SLOT_POOL": ("kubernetes", "slot_pool", str),
+    "STOKER_SLOT_POOLS_FILE": ("kubernetes", "slot_pools_file", str),
+    "STOKER_SLOT_POOLS_OWNER": ("kubernetes", "slot_pools_owner", str),
+    "STOKER_KUBECONFIG": ("kubernetes", "kubeconfig", str),
+    "STOKER_FUNCTION_OBJECTS": ("kubernetes", "function_objects", _one_of("own", "all")),
+    "STOKER_UNSCHEDULABLE_S": ("kubernetes", "unschedulable_s", _seconds),
+    "STOKER_PULLING_S": ("kubernetes", "pulling_s", _seconds),
+    "STOKER_STARTING_S": ("kubernetes", "starting_s", _seconds),
+    "STOKER_TROUBLE_S": ("kubernetes", "trouble_s", _seconds),
     "STOKER_MASTER_KEY": None,  # what tenants' keys are wrapped with: in no settings, in no database
     "STOKER_ADMIN_KEY": None,  # the first administrator's key: read where keys are made, never kept in settings
 }

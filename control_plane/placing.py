@@ -86,6 +86,8 @@ class Placing:
         """Predicted busy share of one of its replicas' devices, per step of the horizon."""
         self.context_tokens: Callable[[FunctionKey], float] = lambda key: 0.0
         """Of a request, as predicted; 0: not known."""
+        self.kind_of: Callable[[FunctionKey], str] = lambda key: ""
+        """Class of slots that a function needs."""
         self.room_wait_s: Callable[[str], float] = lambda kind: ROOM_WAIT_S
         """After how long there is room without anybody's having to go, in a class of slots."""
         self.may_end: MayEnd | None = None
@@ -93,11 +95,13 @@ class Placing:
 
     def work(self, spec: ReplicaSpec, *, devices: int = 1, waiting: int = 0, needed_bytes: int = 0) -> Work:
         key, measured = (spec.tenant, spec.function), self.measured
+        kind = self.kind_of(key)
         self.grants.learn(spec.identity, spec.manifest_path)
         return Work(
             function=spec.function,
             tenant=spec.tenant,
             identity=spec.identity,
+            kind=kind,
             devices=devices,
             device_bytes=needed_bytes or self.grants.device_bytes(self._holder(spec)),
             weights_bytes=measured.weights_bytes.get(spec.identity, 0),
@@ -105,7 +109,7 @@ class Placing:
             start_s=measured.start_s(spec.identity),
             fork_s=measured.fork_s,
             waiting=waiting,
-            room_wait_s=self.room_wait_s(""),
+            room_wait_s=self.room_wait_s(kind),
             priority=self.priority(key),
             load=self.load(key),
         )

@@ -60,6 +60,13 @@ class Toleration(Part):
     tolerationSeconds: int | None = None
 
 
+class SecretKey(Part):
+    name: str = Field(min_length=1, max_length=253)
+    """Of a secret of this namespace."""
+    key: str = Field(min_length=1, max_length=253)
+    """Of its field."""
+
+
 class PodPlace(Part):
     """What function and slot pool can both say."""
 
@@ -91,6 +98,9 @@ class PodPlace(Part):
     """Work of different trust domains never shares a slot."""
     env: dict[str, str] = Field(default={}, max_length=100)
     """Environment of the slot's agent and of every replica on it."""
+    secretEnv: dict[str, SecretKey] = Field(default={}, max_length=32)
+    """Environment out of secrets of this namespace, such as the credentials of the object store. Functions' code can
+    read what is in it."""
     volumes: tuple[dict[str, Any], ...] = Field(default=(), max_length=16)
     """Further volumes, as a pod's. Those whose kind Pod Security's restricted profile does not allow are refused by a
     cluster that enforces it."""
@@ -127,9 +137,9 @@ class PodPlace(Part):
                 raise ValueError(f"{name[:80]} is Stoker's own annotation")
         return annotations
 
-    @field_validator("env")
+    @field_validator("env", "secretEnv")
     @classmethod
-    def _environment(cls, env: dict[str, str]) -> dict[str, str]:
+    def _environment(cls, env: dict[str, Any]) -> dict[str, Any]:
         for name in env:
             if name.upper().startswith("STOKER_"):
                 raise ValueError(f"{name[:80]} is reserved: names that begin with STOKER_ are Stoker's own")

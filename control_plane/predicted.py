@@ -32,9 +32,12 @@ class Predicted:
         self._functions = functions
         self._fleet = fleet
         self._clock = clock
-        self._replicas: tuple[tuple[float, float], ...] = ()
+        self._replicas: dict[str, tuple[tuple[float, float], ...]] = {}
+        """By class of slots."""
         self.forecast: Callable[[FunctionKey], Forecast | None] = lambda key: None
         """Of a function, if one holds."""
+        self.kind_of: Callable[[FunctionKey], str] = lambda key: ""
+        """Class of slots that a function needs."""
 
     def _of(self, key: FunctionKey) -> Forecast | None:
         forecast = self.forecast(key)
@@ -69,12 +72,12 @@ class Predicted:
         return forecast.prompt_tokens + forecast.output_tokens if forecast is not None else 0.0
 
     def replicas(self, class_name: str) -> tuple[tuple[float, float], ...]:
-        """(from when on, replicas that are then expected to run), of all functions."""
-        return self._replicas if class_name == "" else ()
+        """(from when on, replicas that are then expected to run), of all functions that need this class of slots."""
+        return self._replicas.get(class_name, ())
 
     async def look(self) -> None:
         now_s = self._clock()
-        together: defaultdict[int, float] = defaultdict(float)
+        together: defaultdict[str, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
         step_s = 0.0
         for count, function in enumerate(self._functions.list()):
             if count % AT_ONCE == AT_ONCE - 1:
@@ -84,11 +87,15 @@ class Predicted:
                 continue
             step_s = step_s or forecast.step_s
             scaling = function.spec.scaling
+            of_class = together[self.kind_of((function.tenant, function.name))]
             first = max(int((now_s - forecast.made_s) / forecast.step_s), 0)
             for step, rate in enumerate((forecast.rate_high or forecast.rate)[first:]):
                 places = scaling.target_concurrency or scaling.max_concurrency
                 wanted = math.ceil(rate * forecast.service_s / places - 1e-9)
-                together[int(step * forecast.step_s / step_s)] += min(
+                of_class[int(step * forecast.step_s / step_s)] += min(
                     max(wanted, scaling.min_replicas), scaling.max_replicas
                 )
-        self._replicas = tuple((now_s + step * step_s, together[step]) for step in sorted(together))
+        self._replicas = {
+            name: tuple((now_s + step * step_s, of_class[step]) for step in sorted(of_class))
+            for name, of_class in together.items()
+        }

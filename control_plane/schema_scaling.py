@@ -70,3 +70,20 @@ SLOT_PLACES: Final = Migration(
         )""",
     ),
 )
+
+FUNCTION_OBJECTS: Final = Migration(
+    14,
+    "which object of a cluster a function is kept in step with, and what both last agreed on",
+    (
+        """
+        CREATE TABLE function_objects (
+            tenant TEXT NOT NULL,
+            name TEXT NOT NULL,
+            object TEXT NOT NULL,
+            uid TEXT NOT NULL,
+            generation BIGINT NOT NULL,
+            digest TEXT NOT NULL,
+            PRIMARY KEY (tenant, name)
+        ) {clustered}""",
+    ),
+)

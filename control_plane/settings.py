@@ -251,6 +251,49 @@ class StoreSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class KubernetesSettings:
+    """Slots as pods. Where this runs in a pod itself, the chart sets all of it."""
+
+    backend: str = "local"
+    """Where slots come from: `local`, this machine; `kubernetes`, the cluster. Then `SlotSettings.range` means
+    nothing."""
+    namespace: str = "default"
+    """Where the objects are that this service sees, and no other."""
+    release: str = "stoker"
+    """Of the chart: objects and pods of other releases in the namespace are left alone."""
+    pod_name: str = ""
+    """Of the control plane itself, by which it signs the Lease."""
+    pod_ip: str = ""
+    """By which other gateways reach this one."""
+    slot_image: str = ""
+    """Image of slots whose SlotPool names none."""
+    slot_pool: str = "default"
+    """SlotPool for functions that name none. Where there is none of this name and one only, that one."""
+    slot_pools_file: str = ""
+    """YAML file of slot pools by name that this service makes and keeps; empty: they are made by hand."""
+    slot_pools_owner: str = ""
+    """ConfigMap with which those go."""
+    kubeconfig: str = ""
+    """How to reach a cluster from outside; empty: by the pod's service account."""
+    function_objects: str = "own"
+    """`own`: a Function object is kept in step with the API once somebody made it; `all`: functions that were made by
+    the API get an object, too."""
+    unschedulable_s: float = 900.0
+    """How long a slot may wait for a node. Nodes with GPUs take minutes to come; what waits longer will hardly come."""
+    pulling_s: float = 900.0
+    """How long its image may take: 10 GiB at 20 MiB/s take nine minutes."""
+    starting_s: float = 180.0
+    """How long a slot may take from there until its agent answers."""
+    trouble_s: float = 120.0
+    """How long a fault that may pass (an image that cannot be pulled, a crash) is given before the slot is given up,
+    and whoever waits for it learns why."""
+
+    @property
+    def pods(self) -> bool:
+        return self.backend == "kubernetes"
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     data_dir: Path
     """Where everything is kept: database, models, objects, keys."""
@@ -263,6 +306,7 @@ class Settings:
     models: ModelSettings = field(default_factory=ModelSettings)
     kv: KvSettings = field(default_factory=KvSettings)
     store: StoreSettings = field(default_factory=StoreSettings)
+    kubernetes: KubernetesSettings = field(default_factory=KubernetesSettings)
 
     @property
     def database_path(self) -> Path:

@@ -39,7 +39,6 @@ LOOK_S: Final = 1.0
 LOST_S: Final = 600.0
 AGAIN_S: Final = 5.0
 """Pause after a slot could not be had, or not be given back."""
-ASSUMED_PROVISION_S: Final = 2.0
 NEW: Final = 0.3
 LAST_KEPT: Final = 20
 _QUIET: Final = frozenset({SlotReason.ENOUGH, SlotReason.HOLD_EMPTY, SlotReason.HOLD_PROVISIONING, SlotReason.BOUND})
@@ -64,7 +63,8 @@ class SlotScaling:
         """Seconds that slots of a class take to come."""
         self._peaks: dict[str, Peaks] = {}
         self._told: dict[str, str] = {}
-        self._pause_until_s = 0.0
+        self._pause_until_s: dict[str, float] = {}
+        """By class: what cannot be had of one says nothing of another."""
         self.last: deque[dict[str, Any]] = deque(maxlen=LAST_KEPT)
         """Decisions of this gateway that changed something or held it for a new reason."""
         self._looking: asyncio.Task[None] | None = None
@@ -88,7 +88,8 @@ class SlotScaling:
         fleet, backend = self._fleet, self._backend
         most = sum(each.most for each in backend.classes if each.name == class_name)
         there = sum(backend.class_of(slot_id) == class_name for slot_id in (*fleet.slots, *backend.coming))
-        return self._provision_s.get(class_name, ASSUMED_PROVISION_S) if there < most else ROOM_WAIT_S
+        assumed_s = next((each.assumed_s for each in backend.classes if each.name == class_name), ROOM_WAIT_S)
+        return self._provision_s.get(class_name, assumed_s) if there < most else ROOM_WAIT_S
 
     async def look(self) -> None:
         """One at a time: what one has asked for has to be seen by the next."""
@@ -104,8 +105,8 @@ class SlotScaling:
             self._led_since_s = now_s
             self._peaks.clear()
         self._note(classes, now_s)
-        elastic = [each for each in classes if each.elastic]
-        if not elastic or now_s < self._pause_until_s:
+        elastic = [each for each in classes if each.elastic and now_s >= self._pause_until_s.get(each.name, 0.0)]
+        if not elastic:
             return
         kinds = [self._kind(each) for each in elastic]
         demand = {each.name: self._demand(each, now_s) for each in elastic}
@@ -143,7 +144,7 @@ class SlotScaling:
             devices=slots.most_replicas or slots.devices,
             min_slots=slots.least,
             max_slots=slots.most,
-            provision_s=self._provision_s.get(slots.name, ASSUMED_PROVISION_S),
+            provision_s=self._provision_s.get(slots.name, slots.assumed_s),
             keep_empty_s=self._hold_s or None,
         )
 
@@ -186,17 +187,17 @@ class SlotScaling:
         try:
             missing = decision.desired - current
             if missing > 0 and not await self._backend.add_slots(name, missing):
-                self._pause(f"no slot of class {name!r} can be had")
+                self._pause(name, f"no slot of class {name!r} can be had")
             for slot_id in decision.victims:
                 if not self._fleet.on(slot_id):
                     await self._backend.remove_slot(slot_id)
         except (SlotUnavailable, StokerError) as error:
-            self._pause(str(error))
+            self._pause(name, str(error))
 
-    def _pause(self, why: str) -> None:
-        logger.warning("event=slots_refused error=%s", why)
-        self._told.clear()
-        self._pause_until_s = time.monotonic() + AGAIN_S
+    def _pause(self, name: str, why: str) -> None:
+        logger.warning("event=slots_refused class=%s error=%s", name, why)
+        self._told.pop(name, None)
+        self._pause_until_s[name] = time.monotonic() + AGAIN_S
 
     def _tell(self, name: str, decision: SlotDecision, current: int) -> None:
         told = f"{decision.reason}:{current}:{decision.desired}"

@@ -32,7 +32,10 @@ class TimeoutWatch:
         self,
         lane_of: Callable[[LiveRequest], Lane],
         timed_out: Callable[[LiveRequest, OutcomeError, RequestState], None],
+        why: Callable[[LiveRequest], str] = lambda request: "",
     ) -> None:
+        """`why`: how far it is with what a request waits for that finds no replica."""
+        self._why = why
         self._lane_of = lane_of
         self._timed_out = timed_out
 
@@ -52,7 +55,7 @@ class TimeoutWatch:
         if left_s > 0:
             self.arm(request)
         else:
-            error, state = limit_passed(limit, request)
+            error, state = limit_passed(limit, request, self._why(request))
             self._timed_out(request, error, state)
 
     def _next(self, request: LiveRequest) -> tuple[float, Limit]:
@@ -76,7 +79,7 @@ class TimeoutWatch:
         return min(total, other, key=lambda found: found[0])
 
 
-def limit_passed(limit: Limit, request: LiveRequest) -> tuple[OutcomeError, RequestState]:
+def limit_passed(limit: Limit, request: LiveRequest, why: str = "") -> tuple[OutcomeError, RequestState]:
     """What the client is told, and how the request ends: refused if it never ran, failed if it did."""
     limits, function = request.origin.limits, request.origin.function
     match limit:
@@ -85,7 +88,7 @@ def limit_passed(limit: Limit, request: LiveRequest) -> tuple[OutcomeError, Requ
             return OutcomeError(429, "saturated", text, True), RequestState.REFUSED
         case Limit.COLD_START:
             text = f"no replica of {function} was ready within {limits.cold_start_s:g} s (timeouts.cold_start_s)"
-            return OutcomeError(503, "model_loading", text, True), RequestState.REFUSED
+            return OutcomeError(503, "model_loading", f"{text}: {why}" if why else text, True), RequestState.REFUSED
         case Limit.FIRST_TOKEN:
             text = (
                 f"no token within {limits.first_token_s:g} s of a replica's taking the request "

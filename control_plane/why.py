@@ -117,6 +117,7 @@ async def _function(context: AppContext, name: str, tenant: str) -> dict[str, An
         },
         "start_error": context.loop.start_error((tenant, name), function.revision) or None,
         "scaling": scaling_body(context, function, decisions),
+        "slots": None if context.cluster is None else context.cluster.slots_of((tenant, name)),
         "replicas": [replica_body(context, status) for status in replicas],
         "requests": [
             {"request_id": r.id, "state": r.state.value, "created_us": r.created_us, "tokens": r.last_seq}

@@ -42,10 +42,26 @@ class SlotClass:
     """Of each slot."""
     most_replicas: int = 0
     """That a slot takes; 0: what its memory holds."""
+    on_demand: bool = False
+    """Whether even the least are only there once they were asked for."""
+    assumed_s: float = 2.0
+    """How long a slot takes to come, before any has."""
 
     @property
     def elastic(self) -> bool:
-        return self.most > self.least
+        return self.most > self.least or self.on_demand
+
+
+@dataclass(frozen=True, slots=True)
+class SlotWait:
+    """A slot that is coming or leaving, as people are told of it."""
+
+    slot_id: str
+    class_name: str
+    phase: str
+    words: str
+    since_s: float
+    """Seconds in this phase."""
 
 
 class SlotListener(Protocol):

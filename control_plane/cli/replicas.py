@@ -15,9 +15,11 @@ def show_replicas(data_dir: Path | None, url: str | None, everything: bool, as_j
     client = connect(data_dir, url)
     answer = client.request("GET", "/api/v1/replicas", query={"all": "1"})
     found = answer["data"] if everything else of_interest(answer["data"])
-    slots = client.request("GET", "/api/v1/slots")["data"]
+    told = client.request("GET", "/api/v1/slots")
+    slots = told["data"]
     if as_json:
-        print_json({**answer, "data": found, "slots": slots})
+        there = {name: told[name] for name in ("coming", "cluster") if name in told}
+        print_json({**answer, "data": found, "slots": slots, **there})
         return
     where = ("SLOT",) if len(slots) > 1 else ()
     rows = []
@@ -59,6 +61,7 @@ def show_replicas(data_dir: Path | None, url: str | None, everything: bool, as_j
     )
     if len(slots) > 1:
         show_slots(slots)
+    show_coming(told)
     if note := store_note(answer.get("object_store") or {}):
         print(note)
 
@@ -77,6 +80,22 @@ def show_slots(slots: list[dict[str, Any]]) -> None:
     ]
     print()
     print_table(("SLOT", "AGENT", "REPLICAS", "WARM", "POOL", "MEMORY"), rows, empty="no slot is in sight")
+
+
+def show_coming(told: dict[str, Any]) -> None:
+    """Slots of a cluster that are not ready, with how far each is, and why there are none."""
+    rows = [
+        (slot["slot_id"], slot["phase"], f"{slot['since_s']:.0f} s", slot["message"]) for slot in told.get("coming", ())
+    ]
+    if rows:
+        print()
+        print_table(("SLOT", "PHASE", "FOR", "WHY"), rows, empty="")
+    cluster = told.get("cluster") or {}
+    troubles = [cluster["problem"]] if cluster.get("problem") else []
+    troubles += [f"SlotPool {name}: {why}" for name, why in (cluster.get("refused_pools") or {}).items()]
+    troubles += [f"class {each['name']}: {each['trouble']}" for each in cluster.get("classes", ()) if each["trouble"]]
+    for trouble in troubles:
+        print(f"\n{trouble}")
 
 
 def store_note(store: dict[str, Any]) -> str:

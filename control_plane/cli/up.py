@@ -89,7 +89,12 @@ def settings_of(data_dir: Path, said: Said) -> Settings:
             "set STOKER_AGENT_SECRET_FILE to the file with their secret",
             code="no_agent_secret",
         )
-    if settings.slot.range.most == 0 and not settings.shared and not settings.slot.agents:
+    if (
+        settings.slot.range.most == 0
+        and not settings.shared
+        and not settings.slot.agents
+        and not settings.kubernetes.pods
+    ):
         raise CommandError(
             "without slots nothing can run here",
             "give it --slots 1 or more, STOKER_AGENTS, or a --database whose other gateways have slots",

@@ -133,6 +133,11 @@ def heading(told: dict[str, Any]) -> str:
         lines.append(f"{error['code']}: {error['message']}")
     if told.get("start_error"):
         lines.append(f"cannot start: {told['start_error']}")
+    if slots := told.get("slots"):
+        lines.append(f"slots of its class ({slots['class']}): {slots['ready']} ready, {len(slots['coming'])} not ready")
+        lines += [f"  {slot['slot_id']}: {slot['message']}, for {slot['since_s']:.0f} s" for slot in slots["coming"]]
+        if slots["trouble"]:
+            lines.append(f"  {slots['trouble']}")
     return "\n".join(lines)
 
 

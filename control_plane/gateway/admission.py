@@ -108,8 +108,9 @@ async def prepare(
     prompts = await maker.prompts(parsed, context_tokens)
     if no_wait and not context.dispatcher.lanes.has_ready(servable.key, servable.identity):
         context.serving.wake(servable)
+        why = context.dispatcher.why_waiting(servable.key)
         raise ModelLoading(
-            f"no replica of {servable.function} is ready; one is being started",
+            f"no replica of {servable.function} is ready; one is being started" + (f" ({why})" if why else ""),
             retry_after_s=context.serving.start_estimate_s(servable),
         )
     kv = await context.tenant_keys.kv_access(principal.tenant)

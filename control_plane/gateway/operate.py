@@ -91,7 +91,11 @@ async def slots(request: web.Request) -> web.Response:
                 "replicas": [status.replica_id for status in mine],
             }
         )
-    return web.json_response({"object": "list", "data": data, "scaling": list(context.slot_scaling.last)})
+    body: dict[str, Any] = {"object": "list", "data": data, "scaling": list(context.slot_scaling.last)}
+    if context.cluster is not None:
+        body["coming"] = context.cluster.coming()
+        body["cluster"] = context.cluster.body()
+    return web.json_response(body)
 
 
 async def function_status(request: web.Request) -> web.Response:

@@ -169,7 +169,7 @@ def _slot_pool_spec() -> Schema:
 
 def _place_rules(schema: Schema) -> None:
     fields = schema["properties"]
-    for name in ("devices", "labels", "annotations", "env"):
+    for name in ("devices", "labels", "annotations", "env", "secretEnv"):
         fields[name]["x-kubernetes-validations"] = []
     fields["devices"]["additionalProperties"] |= {"minimum": 1, "maximum": 64}
     fields["devices"]["x-kubernetes-validations"].append(
@@ -187,9 +187,10 @@ def _place_rules(schema: Schema) -> None:
     fields["annotations"]["x-kubernetes-validations"].append(
         _rule("self.all(name, !name.startsWith('stoker.dev/'))", "annotations of stoker.dev are Stoker's own")
     )
-    fields["env"]["x-kubernetes-validations"].append(
-        _rule("self.all(name, !name.matches('(?i)^STOKER_'))", "names that begin with STOKER_ are Stoker's own")
-    )
+    for name in ("env", "secretEnv"):
+        fields[name]["x-kubernetes-validations"].append(
+            _rule("self.all(name, !name.matches('(?i)^STOKER_'))", "names that begin with STOKER_ are Stoker's own")
+        )
     for name in ("labels", "annotations", "nodeSelector"):
         fields[name]["additionalProperties"]["maxLength"] = 4096 if name == "annotations" else 63
     fields["env"]["additionalProperties"]["maxLength"] = 32_768

@@ -1,0 +1,42 @@
+"""How long a class of slots is left alone after it failed: so that nothing is tried in a hot loop.
+
+Each failure in a row doubles the pause; a slot whose agent answered ends the row. Limits: the cluster is not asked what
+would help; what changes there (a quota, an image) is found by the next try.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+FIRST_S: Final = 1.0
+MOST_S: Final = 120.0
+
+
+@dataclass(slots=True)
+class Backoff:
+    failures: int = 0
+    until_s: float = float("-inf")
+    since_s: float = 0.0
+    """Of the first failure of the row."""
+    words: str = ""
+    """What the last one was."""
+
+    def failed(self, now_s: float, words: str, retry_after_s: float | None = None) -> None:
+        if not self.failures:
+            self.since_s = now_s
+        self.failures += 1
+        pause_s = min(FIRST_S * 2 ** min(self.failures - 1, 16), MOST_S)
+        self.until_s = now_s + max(pause_s, retry_after_s or 0.0)
+        self.words = words
+
+    def succeeded(self) -> None:
+        self.failures, self.until_s, self.words = 0, float("-inf"), ""
+
+    def pausing_s(self, now_s: float) -> float:
+        """Seconds left; 0: it may be tried."""
+        return max(self.until_s - now_s, 0.0) if self.failures else 0.0
+
+    def lasted_s(self, now_s: float) -> float:
+        """How long nothing but failures was seen."""
+        return now_s - self.since_s if self.failures else 0.0

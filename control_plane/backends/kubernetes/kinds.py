@@ -1,0 +1,126 @@
+"""Which classes of slots there are now, and which of them a function needs: made from slot pools and functions.
+
+Pools that cannot be are kept out, with the reason; functions whose pool is not there have none, with the reason.
+Limits: a pool that was accepted once and is then spoilt keeps its last good spec until the service starts anew.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+
+from control_plane.backends.kubernetes.api import Object
+from control_plane.backends.kubernetes.classes import Kind, Pool, kind_of, pool_for
+from control_plane.backends.kubernetes.pods import INSTANCE_LABEL, label_of
+from control_plane.backends.kubernetes.pool_spec import parse_pool
+from control_plane.backends.kubernetes.watching import generation_of, uid_of
+from control_plane.errors import StokerError
+from control_plane.lanes import FunctionKey
+from control_plane.pod_spec import PodFields, own_fields
+
+logger = logging.getLogger(__name__)
+
+
+def is_ours(found: Object, release: str) -> bool:
+    """An object without the label belongs to whichever release is here; one with another's is that one's."""
+    return label_of(found, INSTANCE_LABEL) in ("", release)
+
+
+class Kinds:
+    def __init__(self, release: str, image: str, default_pool: str) -> None:
+        self._release = release
+        self._image = image
+        self._default_pool = default_pool
+        self.pools: dict[str, Pool] = {}
+        self.refused: dict[str, str] = {}
+        """Slot pools that cannot be, and why."""
+        self._functions: dict[FunctionKey, PodFields | None] = {}
+        self._made: dict[tuple[str, int, str, str], Kind] = {}
+        self.all: dict[str, Kind] = {}
+        """By class name."""
+        self._of: dict[FunctionKey, Kind] = {}
+        self.on_change: Callable[[], None] = lambda: None
+
+    # --- what is told ---
+
+    def pool_changed(self, name: str, found: Object | None) -> None:
+        if found is None or not is_ours(found, self._release) or (found["metadata"]).get("deletionTimestamp"):
+            self.refused.pop(name, None)
+            if self.pools.pop(name, None) is not None:
+                self._remake()
+            return
+        known = self.pools.get(name)
+        if known is not None and (known.uid, known.generation) == (uid_of(found), generation_of(found)):
+            return
+        try:
+            spec = parse_pool(found.get("spec"))
+            if not (spec.image or self._image):
+                raise ValueError("image is needed: the service has none of its own (STOKER_SLOT_IMAGE)")
+        except (StokerError, ValueError) as error:
+            self.refused[name] = str(error)
+            logger.warning("event=slot_pool_refused pool=%s error=%s", name, error)
+        else:
+            self.refused.pop(name, None)
+            self.pools[name] = Pool(name, uid_of(found), generation_of(found), spec)
+        self._remake()
+
+    def function_changed(self, key: FunctionKey, fields: PodFields | None) -> None:
+        if key in self._functions and self._functions[key] == fields:
+            return
+        self._functions[key] = fields
+        self._make(key, fields)
+        self._collect()
+        self.on_change()
+
+    def function_gone(self, key: FunctionKey) -> None:
+        if key in self._functions:
+            del self._functions[key]
+            self._of.pop(key, None)
+            self._collect()
+            self.on_change()
+
+    # --- what follows ---
+
+    def of(self, key: FunctionKey) -> str:
+        """The class a function needs; of one that needs a pool that is not there, a name that no slot has."""
+        kind = self._of.get(key)
+        return kind.name if kind is not None else "-"
+
+    def why_none(self, key: FunctionKey) -> str:
+        """Why a function has no class; empty if it has one."""
+        if key in self._of or key not in self._functions:
+            return ""
+        fields = self._functions[key]
+        name = (fields.slotPool if fields is not None else None) or self._default_pool
+        if name in self.refused:
+            return f"the SlotPool {name} cannot be used: {self.refused[name]}"
+        there = ", ".join(sorted(self.pools)) or "none"
+        return f"there is no SlotPool {name} in this namespace (there are: {there})"
+
+    def _remake(self) -> None:
+        self._made.clear()
+        self._of.clear()
+        for key, fields in self._functions.items():
+            self._make(key, fields)
+        self._collect()
+        self.on_change()
+
+    def _make(self, key: FunctionKey, fields: PodFields | None) -> None:
+        pool = pool_for(fields, self.pools, self._default_pool)
+        if pool is None:
+            self._of.pop(key, None)
+        else:
+            self._of[key] = self._kind(pool, fields)
+
+    def _kind(self, pool: Pool, fields: PodFields | None) -> Kind:
+        said = json.dumps(own_fields(fields), sort_keys=True) if fields is not None else "{}"
+        which = (pool.uid, pool.generation, pool.name, said)
+        if which not in self._made:
+            self._made[which] = kind_of(pool, self._image, fields)
+        return self._made[which]
+
+    def _collect(self) -> None:
+        """Every pool's own class, and those that functions need; nothing else."""
+        used = [self._kind(pool, None) for pool in self.pools.values()] + list(self._of.values())
+        self.all = {kind.name: kind for kind in used}
