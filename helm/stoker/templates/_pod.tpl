@@ -219,6 +219,8 @@ ready, and says which (STOKER_REQUIRED names each with where it should come from
   value: {{ include "stoker.image" . }}
 - name: STOKER_SLOT_POOLS_FILE
   value: /config/slot-pools.yaml
+- name: STOKER_SLOT_POOLS_OWNER
+  value: {{ include "stoker.derived" (list . "slot-pools") }}
 {{- end }}
 - name: STOKER_REQUIRED
   value: {{ $required | toJson | quote }}
