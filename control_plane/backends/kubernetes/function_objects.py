@@ -151,6 +151,9 @@ class FunctionObjects:
             self._mark_all()
         marked, self._marked = self._marked, {}
         for count, key in enumerate(marked):
+            if not self._leads():
+                self._led = False
+                return  # the lead went while the database or the API server was waited for
             if count % BREATH == BREATH - 1:
                 await asyncio.sleep(0)
             try:
