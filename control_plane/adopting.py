@@ -140,9 +140,8 @@ class Adopting:
         shares, price = ("tenant", 0)
         if revision is not None:
             shares, price = revision.spec.share_prefixes, revision.spec.price_microusd_per_hour
-        origin = origin_of(
-            record, limits, await self._tenant_keys.kv_access(record.tenant, record.sealed), shares, price
-        )
+        kv = await self._tenant_keys.kv_access(record.tenant, record.sealed, shares=shares)
+        origin = origin_of(record, limits, kv, shares, price)
         if revision is not None:
             spec = revision.spec
             origin = dataclasses.replace(origin, fast=spec.resume == "fast", prefix_form=spec.shared_prefix_form)

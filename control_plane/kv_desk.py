@@ -166,7 +166,9 @@ class KvDesk:
 
     async def _keep(self, message: KvKept, origin: Origin) -> None:
         chunks = message.chunks[:CHUNKS_MAX]
-        keeper = Keeper(origin.tenant, origin.function, origin.kv_scope, origin.conversation, self._price(origin))
+        keeper = Keeper(
+            origin.tenant, origin.function, origin.kv_scope, origin.conversation, self._price(origin), origin.kv_owner
+        )
         try:
             new = await self._index.keep(keeper, message.identity, chunks, message.packs, message.token_us)
         except StokerError as error:

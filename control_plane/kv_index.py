@@ -44,6 +44,12 @@ class Keeper:
     conversation: str = ""
     """Name of the conversation (from `prompt_cache_key`), empty where there is none."""
     price_microusd_per_hour: int = 0
+    owner: str = ""
+    """Whose quota the packs count against; empty: the tenant's."""
+
+    @property
+    def counted_for(self) -> str:
+        return self.owner or self.tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +139,12 @@ class KvIndex:
                     new.setdefault(chunk.pack, []).append(chunk)
             for pack, held in new.items():
                 nbytes = sizes.get(pack) or sum(chunk.nbytes for chunk in held)
-                values = {"pack": pack, "nbytes": nbytes, "tenant": keeper.tenant, "now": now}
+                values = {"pack": pack, "nbytes": nbytes, "tenant": keeper.counted_for, "now": now}
                 connection.execute(_PACK_LIVE, values)
                 connection.executemany(_KEEP, [_row(keeper, identity, chunk, token_us, now) for chunk in held])
             for pack, nbytes in sizes.items():
                 if pack not in new and pack not in states:
-                    retire(connection, pack, nbytes, keeper.tenant, "its chunks are stored elsewhere", now)
+                    retire(connection, pack, nbytes, keeper.counted_for, "its chunks are stored elsewhere", now)
             count = sum(len(held) for held in new.values())
             if count:
                 _count(connection, keeper.tenant, keeper.function, int(bool(keeper.conversation)), count, 0)
@@ -376,4 +382,5 @@ SELECT state, COUNT(*), COALESCE(SUM(nbytes), 0) FROM kv_packs WHERE tenant = :t
 _NAMED: Final = """
 SELECT DISTINCT pack FROM (
     SELECT pack FROM kv_packs WHERE tenant = :tenant AND pack LIKE :like
-    UNION SELECT pack FROM kv_chunks WHERE tenant = :tenant AND chain = :name) named LIMIT 2"""
+    UNION SELECT c.pack FROM kv_chunks c JOIN kv_packs p ON p.pack = c.pack
+        WHERE p.tenant = :tenant AND c.chain = :name) named LIMIT 2"""

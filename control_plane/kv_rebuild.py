@@ -15,6 +15,7 @@ from control_plane.database import Connection
 from control_plane.kv_desk import function_scope
 from control_plane.kv_index import Keeper
 from control_plane.kv_tool import Line, run_tool
+from control_plane.sealing import EVERYBODY
 from function_runtime.protocol import KvChunk
 
 TOKEN_US: Final = 500.0
@@ -73,8 +74,9 @@ async def _scopes(context: AppContext) -> dict[str, Keeper]:
     def run(connection: Connection) -> list[Any]:
         return connection.execute("SELECT tenant FROM api_keys UNION SELECT tenant FROM functions").fetchall()
 
-    owners: dict[str, Keeper] = {}
     price = context.settings.kv.device_microusd_per_hour
+    common = await context.keys.kv_scope(EVERYBODY)
+    owners = {common: Keeper(EVERYBODY, "", common, "", price)}
     for (tenant,) in await context.db.read(run):
         numbers = context.tenant_keys.numbers(str(tenant))
         for scope, function in (await scopes_of(context, str(tenant), numbers)).items():

@@ -125,6 +125,8 @@ class Origin:
     reuse: Reuse = NO_REUSE
     kv_key: bytes = b""
     """What its KV is sealed with at rest; empty: not at all."""
+    kv_owner: str = ""
+    """Whose quota its kept KV counts against; empty: its tenant's."""
 
     @property
     def key(self) -> tuple[str, str]:

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 KEY_BYTES: Final = 32
 _NONCE_BYTES: Final = 12
+EVERYBODY: Final = "*"
+"""Whose KV is counted as that shares with all tenants: no tenant's name."""
 NOT_SEALED: Final = 0
 """The key number of what is stored in the clear."""
 
@@ -106,6 +108,8 @@ class KvAccess(NamedTuple):
     scope: str
     key: bytes = b""
     """Empty: in the clear."""
+    owner: str = ""
+    """Whose quota it counts against; empty: the tenant's."""
 
 
 class MasterKey:
@@ -207,11 +211,14 @@ class TenantKeys:
         key = self._current.get(tenant)
         return NOT_SEALED if key is None else key.number
 
-    async def kv_access(self, tenant: str, number: int | None = None) -> KvAccess:
-        """How a request finds its KV: one that was accepted under key `number` finds what was sealed with that."""
+    async def kv_access(self, tenant: str, number: int | None = None, *, shares: str = "tenant") -> KvAccess:
+        """How a request finds its KV: one that was accepted under key `number` finds what was sealed with that.
+        `shares`: its function's `share_prefixes`."""
         key = self._current.get(tenant) if number is None else self._keys.get((tenant, number))
         if key is not None and key.damaged:
             raise _damaged(key)
+        if key is None and shares == "all":
+            return KvAccess(await self._api_keys.kv_scope(EVERYBODY), owner=EVERYBODY)
         scope = await self._api_keys.kv_scope(tenant, NOT_SEALED if key is None else key.number)
         return KvAccess(scope, b"" if key is None else key.kv_key)
 

@@ -124,9 +124,10 @@ class FunctionSpec(Part):
     resume: Literal["exact", "fast"] = "exact"
     """How a request that lost its replica computes what is not in the store: as the first time, prefill in the same
     chunks and generated tokens one by one, so that it goes on byte for byte; or all at once, sooner and not exactly."""
-    share_prefixes: Literal["tenant", "function", "none"] = "tenant"
+    share_prefixes: Literal["all", "tenant", "function", "none"] = "tenant"
     """Who may use the stored KV of a prompt that begins alike: functions of the tenant with the same checkpoint, this
-    function only, or nobody. Other tenants never do."""
+    function only, or nobody; or (`all`) functions of any tenant that say so too. Whoever shares with all lets all find
+    out, by a prompt's time and `cached_tokens`, whether it was asked before. A tenant with a key shares with itself."""
     shared_prefix_form: Literal["raw", "fp8", "int4"] = "raw"
     """In which form the KV of its prompts is kept for others, and read by them. fp8 and int4 take a half and a quarter
     of the bytes of float16 and lose precision (docs/kv-format.md); what a request itself needs to resume is raw."""

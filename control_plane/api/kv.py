@@ -19,7 +19,8 @@ from control_plane.api.bodies import decode, read_body
 from control_plane.errors import InvalidRequest, NotFound, StokerError, Unavailable
 from control_plane.kv_rebuild import rebuild
 from control_plane.kv_tool import Line, run_tool
-from control_plane.tenants import ApiKey, Role
+from control_plane.sealing import EVERYBODY
+from control_plane.tenants import DEFAULT_TENANT, ApiKey, Role
 from model_loader.errors import LoaderError
 
 if TYPE_CHECKING:
@@ -46,32 +47,46 @@ def routes(context: AppContext) -> list[web.RouteDef]:
         key.require_operator()
         return key
 
+    def visible(tenant: str) -> tuple[str, ...]:
+        """Whose packs a tenant's keys see: what is shared with all is the operator's to look after."""
+        return (tenant, EVERYBODY) if tenant == DEFAULT_TENANT else (tenant,)
+
     async def named_pack(name: str, tenant: str) -> str:
         if not _NAME.fullmatch(name):
             raise InvalidRequest("name a pack or a chain by at least four hexadecimal digits", param="name")
-        pack = await index.pack_of(tenant, name)
-        if pack is None:
+        found = {pack for each in visible(tenant) if (pack := await index.pack_of(each, name)) is not None}
+        if len(found) != 1:
             raise NotFound(f"there is no stored KV that {name} names alone", param="name")
-        return pack
+        return found.pop()
 
     async def show(request: web.Request) -> web.Response:
         tenant = caller(request).tenant
+        totals: dict[str, dict[str, Any]] = {}
+        packs: list[dict[str, Any]] = []
+        for each in visible(tenant):
+            packs += await index.packs(each, SHOWN_MAX)
+            for total in await index.totals(each):
+                known = totals.setdefault(total["state"], {"state": total["state"], "packs": 0, "nbytes": 0})
+                known["packs"] += total["packs"]
+                known["nbytes"] += total["nbytes"]
         body = {
             "object": "kv",
-            "totals": await index.totals(tenant),
+            "totals": [totals[state] for state in sorted(totals)],
             "reuse": [
                 {"function": function, "keyed": keyed, **asdict(counts)}
                 for (of, function, keyed), counts in (await index.reuse()).items()
                 if of == tenant
             ],
-            "data": await index.packs(tenant, SHOWN_MAX),
+            "data": sorted(packs, key=lambda pack: (-pack["created_us"], pack["pack"]))[:SHOWN_MAX],
         }
         return web.json_response(body)
 
     async def inspect(request: web.Request) -> web.Response:
         tenant = caller(request, Role.ADMIN).tenant
         pack = await named_pack(request.match_info["name"], tenant)
-        (known,) = [item for item in await index.packs(tenant, 1 << 31) if item["pack"] == pack]
+        (known,) = [
+            item for each in visible(tenant) for item in await index.packs(each, 1 << 31) if item["pack"] == pack
+        ]
         found: Line = {}
         async for line in run_tool("inspect", collection.store_uri, [pack], context.tenant_keys.kv_keys()):
             if line["event"] in ("pack", "bad"):
@@ -81,7 +96,9 @@ def routes(context: AppContext) -> list[web.RouteDef]:
     async def verify(request: web.Request) -> web.StreamResponse:
         tenant = caller(request, Role.ADMIN).tenant
         asked = decode(await read_body(request), VerifyBody).packs if request.can_read_body else []
-        packs = [await named_pack(name, tenant) for name in asked] or await index.live_packs(tenant)
+        packs = [await named_pack(name, tenant) for name in asked] or [
+            pack for each in visible(tenant) for pack in await index.live_packs(each)
+        ]
 
         async def lines() -> AsyncIterator[Line]:
             async for line in run_tool("verify", collection.store_uri, packs, context.tenant_keys.kv_keys()):

@@ -113,7 +113,7 @@ async def prepare(
             f"no replica of {servable.function} is ready; one is being started" + (f" ({why})" if why else ""),
             retry_after_s=context.serving.start_estimate_s(servable),
         )
-    kv = await context.tenant_keys.kv_access(principal.tenant)
+    kv = await context.tenant_keys.kv_access(principal.tenant, shares=servable.share_prefixes)
     return Prepared(principal, parsed, servable, maker, prompts, context_tokens, kv)
 
 

@@ -231,6 +231,16 @@ async def test_a_tenants_own_quota_goes_before_the_installations(yard: Yard) -> 
     assert (await yard.collection().collect(orphans=False)).over_quota_chunks == 0
 
 
+async def test_what_tenants_share_stands_on_what_any_of_them_keeps(yard: Yard) -> None:
+    one, two = replace(KEEPER, owner="*"), replace(KEEPER, tenant="acme", owner="*")
+    await yard.index.keep(one, IDENTITY, run_of("a", 2, pack="kv/packs/one"))
+    await yard.index.keep(two, IDENTITY, run_of("a", 4, pack="kv/packs/two", begin=2))
+    assert (await yard.collection().collect(orphans=False)).unreachable_chunks == 0
+    assert len(await yard.index.known(IDENTITY, KEEPER.scope, chains("a", 4))) == 4
+    await yard.index.quarantine("kv/packs/one", "default", "doubt")
+    assert (await yard.collection().collect(orphans=False)).unreachable_chunks == 2
+
+
 async def test_a_store_that_shows_nothing_at_all_is_taken_for_another_one(yard: Yard) -> None:
     """A folder that is not mounted must not cost the index everything, for good."""
     for number in range(LOST_AT_ONCE + 1):
