@@ -8,7 +8,6 @@ since its beginning; making and dropping one locks the log for the moment it tak
 from __future__ import annotations
 
 import re
-import time
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,6 +23,7 @@ _NAME: Final = re.compile(r"token_log_(\d+)_(\d+)\Z")
 _PARTITIONS: Final = """
 SELECT CAST(c.relname AS TEXT) FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid
 WHERE i.inhparent = CAST('token_log' AS regclass)"""
+_NOW: Final = "SELECT CAST(EXTRACT(EPOCH FROM now()) AS BIGINT)"
 _OLDEST: Final = "SELECT MIN(log_tail) FROM requests WHERE log_tail IS NOT NULL"
 _IN_REST: Final = "SELECT 1 FROM token_log_rest WHERE id >= :low AND id < :high LIMIT 1"
 _CLEAR_REST: Final = """
@@ -50,13 +50,16 @@ class LogPartitions:
 
     async def keep(self, now_s: int | None = None) -> None:
         """Make those that are due and drop those that are done; several gateways may do so at once."""
-        at_s = int(time.time()) if now_s is None else now_s
-        await self._database.submit(lambda connection: keep(connection, at_s, self._width_s), guarded=False)
+        await self._database.submit(lambda connection: keep(connection, now_s, self._width_s), guarded=False)
 
 
-def keep(connection: Connection, now_s: int, width_s: int) -> None:
+def keep(connection: Connection, now_s: int | None, width_s: int) -> None:
+    """`now_s`: None for now, by the clock that ids are made with."""
     connection.execute("SET LOCAL lock_timeout = '500ms'")
     connection.execute("SELECT pg_advisory_xact_lock(:lock)", {"lock": KEEP_LOCK})
+    if now_s is None:
+        # NOTE: never a gateway's clock: one that is ahead would take what is being appended for long past.
+        (now_s,) = connection.execute(_NOW).fetchone()
     there = [
         Partition(int(found[1]), int(found[2]))
         for (name,) in connection.execute(_PARTITIONS).fetchall()

@@ -243,6 +243,7 @@ async def _from_journal(context: AppContext, record: RequestRecord, end: End | N
     if record.damaged:
         raise Damaged(f"{record.id}: {record.damaged}")
     if not record.params:
+        context.tenant_keys.seal_of(record.tenant, record.sealed, record.id)  # says so where its key was deleted
         raise InvalidRequest(f"the log of {record.id} is no longer kept", code="log_expired")
     params = _params_of(record)
     log = RequestLog(await context.journal.log(record.id), end)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from control_plane.errors import (
     Internal,
     InvalidRequest,
+    KeyDeleted,
     ModelLoading,
     ModelUnusable,
     NotFound,
@@ -65,6 +66,8 @@ def failure(error: OutcomeError) -> StokerError:
             return NotFound(message, code=code)
         case 409:
             return RequestCancelled(message, code=code)
+        case 410:
+            return KeyDeleted(message, code=code)
         case 429:
             return Saturated(message, code=code)
         case 503 if code == "model_loading":

@@ -111,8 +111,9 @@ async def test_deleting_the_key_deletes_what_was_stored(plane: Plane) -> None:
     await until(lambda: plane.context.dispatcher.requests[running].log.last_seq > 2)
     assert (await delete_key(plane))["deleted_keys"] == 1
     await plane.restart()
-    async with plane.get(f"/v1/completions/{ended}") as response:
-        assert (response.status, (await response.json())["error"]["code"]) == (400, "log_expired")
+    for request_id in (ended, running):
+        async with plane.get(f"/v1/completions/{request_id}") as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (410, "key_deleted")
     record = await plane.context.journal.get(running)
     assert record is not None and record.state is RequestState.FAILED
     assert record.outcome is not None and record.outcome.error is not None

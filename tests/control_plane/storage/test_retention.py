@@ -240,6 +240,22 @@ async def test_where_no_partition_was_made_in_time_rows_go_to_the_rest_and_are_d
     assert await database.read(rest) == [(0,)]
 
 
+async def test_a_gateway_whose_clock_jumps_takes_nothing_of_the_present_for_past(
+    partitioned: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is being appended has the database's time: what a clock ahead of it would drop may be just written."""
+    journal = Journal(partitioned, "gw-1")
+    await journal.prepare()
+    made = await partitions(partitioned)
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s + 86_400)
+    await journal.prepare()
+    assert set(made) <= {*await partitions(partitioned)}
+    request_id = await running(journal)
+    await write(journal, request_id, 1, 1)
+    assert await partitioned.read(query("SELECT COUNT(*) FROM token_log_rest")) == [(0,)]
+
+
 async def test_several_gateways_keep_partitions_at_once(partitioned: Database) -> None:
     journals = [Journal(partitioned, f"gw-{number}") for number in range(3)]
     await asyncio.gather(*(journal.prepare() for journal in journals))
