@@ -117,6 +117,42 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- end -}}
 {{- end -}}
 
+{{/*
+(list . name): who has installed this definition, if not this release. It is theirs to upgrade; Helm would refuse the
+whole release over it.
+*/}}
+{{- define "stoker.foreignOwner" -}}
+{{- $root := first . -}}
+{{- $found := lookup "apiextensions.k8s.io/v1" "CustomResourceDefinition" "" (last .) | default dict -}}
+{{- if $found -}}
+{{- $name := dig "metadata" "annotations" "meta.helm.sh/release-name" "" $found -}}
+{{- $namespace := dig "metadata" "annotations" "meta.helm.sh/release-namespace" "" $found -}}
+{{- if not $name -}}somebody without Helm
+{{- else if or (ne $name $root.Release.Name) (ne $namespace $root.Release.Namespace) -}}release {{ $name }} of namespace {{ $namespace }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Slot pools by name, with what all of them need. */}}
+{{- define "stoker.slotPools" -}}
+{{- $pools := dict -}}
+{{- $shared := dict -}}
+{{- with include "stoker.slotServiceAccount" . }}{{ $_ := set $shared "serviceAccountName" . }}{{ end -}}
+{{- with .Values.image.pullSecrets }}{{ $_ := set $shared "imagePullSecrets" . }}{{ end -}}
+{{- with .Values.objectStore.existingSecret -}}
+{{- $_ := set $shared "secretEnv" (dict "AWS_ACCESS_KEY_ID" (dict "name" . "key" $.Values.objectStore.accessKeyIdKey) "AWS_SECRET_ACCESS_KEY" (dict "name" . "key" $.Values.objectStore.secretAccessKeyKey)) -}}
+{{- end -}}
+{{- range $name, $spec := .Values.slots.pools -}}
+{{- $whole := merge (dict) $spec $shared -}}
+{{- with $.Values.objectStore.existingClaim -}}
+{{- $_ := set $whole "volumes" (append ($spec.volumes | default list) (dict "name" "objects" "persistentVolumeClaim" (dict "claimName" .))) -}}
+{{- $_ := set $whole "volumeMounts" (append ($spec.volumeMounts | default list) (dict "name" "objects" "mountPath" "/objects")) -}}
+{{- end -}}
+{{- $_ := set $pools $name $whole -}}
+{{- end -}}
+{{- toYaml $pools -}}
+{{- end -}}
+
 {{- define "stoker.adminKeySecret" -}}
 {{ default (include "stoker.derived" (list . "admin")) .Values.adminKeySecret }}
 {{- end -}}

@@ -9,7 +9,12 @@ metadata:
     {{- with omit (merge (dict) .Values.podLabels .Values.commonLabels) "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" "app.kubernetes.io/version" }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
-  {{- with merge (dict) .Values.podAnnotations .Values.commonAnnotations }}
+  {{- $annotations := merge (dict) .Values.podAnnotations .Values.commonAnnotations }}
+  {{- if $pods }}
+  {{- /* Slot pools are read at the start: other ones are another start. */}}
+  {{- $_ := set $annotations "stoker.dev/slot-pools" (include "stoker.slotPools" . | sha256sum | trunc 16) }}
+  {{- end }}
+  {{- with $annotations }}
   annotations: {{- toYaml . | nindent 4 }}
   {{- end }}
 spec:
@@ -192,6 +197,9 @@ ready, and says which (STOKER_REQUIRED names each with where it should come from
 {{- else if .Values.objectStore.uri }}
 - name: STOKER_STORE
   value: {{ .Values.objectStore.uri | quote }}
+{{- else if include "stoker.pods" . }}
+- name: STOKER_STORE
+  value: http+stoker://{{ include "stoker.fullname" . }}.{{ .Release.Namespace }}:{{ .Values.service.port }}
 {{- end }}
 {{- with .Values.objectStore.existingSecret }}
 {{- range $variable, $key := dict "AWS_ACCESS_KEY_ID" $.Values.objectStore.accessKeyIdKey "AWS_SECRET_ACCESS_KEY" $.Values.objectStore.secretAccessKeyKey }}
@@ -221,6 +229,10 @@ ready, and says which (STOKER_REQUIRED names each with where it should come from
   value: /config/slot-pools.yaml
 - name: STOKER_SLOT_POOLS_OWNER
   value: {{ include "stoker.derived" (list . "slot-pools") }}
+- name: STOKER_SLOT_POOL
+  value: {{ .Values.slots.defaultPool }}
+- name: STOKER_FUNCTION_OBJECTS
+  value: {{ .Values.slots.functionObjects }}
 {{- end }}
 - name: STOKER_REQUIRED
   value: {{ $required | toJson | quote }}
