@@ -1,4 +1,5 @@
-"""Which service a command talks to: --url or STOKER_URL, else the one that runs on the data directory.
+"""Which service a command talks to: --url, that of a cluster (`stoker --context`), STOKER_URL, or the one that runs on
+the data directory.
 
 Several addresses, separated by commas, are gateways of one service: the next is asked when one does not answer.
 """
@@ -14,6 +15,11 @@ from control_plane.client import Client, Endpoint
 
 def connect(data_dir: Path | None, url: str | None, *, give_up_s: float = 60.0) -> Client:
     """A client that finds the service again when it comes back, on another port too."""
+    if url is None and data_dir is None and os.environ.get("STOKER_CONTEXT"):
+        from control_plane.cli.cluster import Cluster
+
+        if (cluster := Cluster.of(os.environ)) is not None:
+            return Client(cluster.endpoint, give_up_s=give_up_s)
     named = url or (os.environ.get("STOKER_URL") if data_dir is None else None)
     if named:
         key = os.environ.get("STOKER_API_KEY") or DataDir.at(data_dir).admin_key()

@@ -5,6 +5,7 @@ Modules are imported when their command runs, so that `stoker --help` and a shor
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +34,21 @@ app.add_typer(encryption_app, name="encryption")
 app.add_typer(rules.retention_app, name="retention")
 app.add_typer(rules.budgets_app, name="budgets")
 app.add_typer(quotas.quotas_app, name="quotas")
+
+
+@app.callback()
+def anywhere(
+    context: Annotated[
+        str | None, typer.Option(metavar="CTX", help="A cluster, by its kubectl context [STOKER_CONTEXT].")
+    ] = None,
+    namespace: Annotated[
+        str | None, typer.Option("--namespace", "-n", help="Where Stoker is in it [the context's].")
+    ] = None,
+    release: Annotated[str | None, typer.Option(help="Which one, where there are several.")] = None,
+) -> None:
+    """Serverless inference on your own machines: functions scale to zero and back, requests survive."""
+    named = {"STOKER_CONTEXT": context, "STOKER_CONTEXT_NAMESPACE": namespace, "STOKER_CONTEXT_RELEASE": release}
+    os.environ.update({name: value for name, value in named.items() if value})
 
 
 @command(app, "up")

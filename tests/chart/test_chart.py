@@ -139,7 +139,7 @@ def test_settings_and_extras_reach_the_pod() -> None:
     assert container_of(documents)["envFrom"] == [{"secretRef": {"name": "more"}}]
     assert named(documents, "ConfigMap")["demo-theirs"]["data"] == {"a": "30"}
     assert one(documents, "Service")["metadata"]["labels"]["team"] == "ml"
-    assert one(documents, "Service")["metadata"]["annotations"] == {"owner": "ml"}
+    assert one(documents, "Service")["metadata"]["annotations"]["owner"] == "ml"
     assert one(documents, "StatefulSet")["spec"]["selector"]["matchLabels"] == SELECTOR
 
 
