@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from control_plane.environment import ENVIRONMENT
+from control_plane.environment import ENVIRONMENT, apply_environment
+from control_plane.settings import Settings
 from tests.chart.rendering import (
     CHART,
     container_of,
@@ -19,6 +20,7 @@ from tests.chart.rendering import (
     pod_of,
     rendered,
     template,
+    value_files,
     workload,
 )
 from tests.kubernetes.tools import helm
@@ -113,10 +115,13 @@ def test_every_mount_has_its_volume() -> None:
         assert {each["name"] for each in container_of(documents)["volumeMounts"]} == volumes, values
 
 
-@pytest.mark.parametrize("values", ["default", "first-release", "embedded-postgresql", "embedded-s3", "extras"])
-def test_every_variable_of_the_embedded_mode_is_one_that_stoker_reads(values: str) -> None:
-    names = set(environment_of(of_file(values))) - OUTSIDE - {"A", "B"}
-    assert names <= set(ENVIRONMENT), names - set(ENVIRONMENT)
+def test_every_variable_is_one_that_stoker_reads_and_has_a_value_it_takes() -> None:
+    for values in value_files():
+        environment = environment_of(of_file(values))
+        names = set(environment) - OUTSIDE - {"A", "B"}
+        assert names <= set(ENVIRONMENT), (values, names - set(ENVIRONMENT))
+        given = {name: value for name, value in environment.items() if isinstance(value, str)}
+        apply_environment(Settings(data_dir=CHART), {**given, "STOKER_ADVERTISE_URL": "http://10.0.0.1:8080"})
 
 
 def test_a_missing_secret_lets_the_pod_start_and_say_which() -> None:
@@ -260,20 +265,20 @@ def test_the_test_hook_is_a_script_that_parses() -> None:
         (["replicas=2", "slots.mode=pods"], "need PostgreSQL"),
         (["replicas=2", "database.existingSecret=db"], "slots.mode to pods"),
         (["slots.mode=pods", "database.existingSecret=db"], "objectStore.uri"),
-        (["objectStore.uri=s3://b/p", "objectStore.existingClaim=c"], "two places"),
+        (["objectStore.uri=s3://bucket/p", "objectStore.existingClaim=c"], "two places"),
         (["objectStore.existingSecret=s"], "names none"),
         (["database.url=postgresql://u:secret@h/d"], "holds a password"),
         (["database.caSecret=ca"], "about PostgreSQL"),
         (["autoscaling.enabled=true", "replicas=2", "slots.mode=pods", "database.existingSecret=d",
-          "objectStore.uri=s3://b/p"], "fight"),
+          "objectStore.uri=s3://bucket/p"], "fight"),
         (["autoscaling.enabled=true", "autoscaling.minReplicas=9", "slots.mode=pods", "database.existingSecret=d",
-          "objectStore.uri=s3://b/p"], "above autoscaling.maxReplicas"),
+          "objectStore.uri=s3://bucket/p"], "above autoscaling.maxReplicas"),
         (["monitoring.serviceMonitor.enabled=true", "monitoring.podMonitor.enabled=true"], "count twice"),
         (["ingress.enabled=true"], "ingress.hosts"),
         (["httpRoute.enabled=true"], "httpRoute.parentRefs"),
         (["slots.mode=pods", "serviceAccount.create=false"], "default account"),
         (["slots.podDisruptionBudget.enabled=true"], "slots.mode: pods"),
-        (["settings.STOKER_STORE=s3://b"], "objectStore"),
+        (["settings.STOKER_STORE=s3://bucket"], "objectStore"),
         (["settings.STOKER_ADMIN_KEY=abc"], "adminKeySecret"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -24,7 +24,7 @@ from tests.kubernetes.cluster import TestCluster
 
 FIRST: Final = Path(__file__).parents[1] / "data" / "charts" / "stoker-first"
 """The chart as its first commit had it."""
-SEVERAL: Final = ("--set", "slots.mode=pods,database.existingSecret=db,objectStore.uri=s3://b/p")
+SEVERAL: Final = ("--set", "slots.mode=pods,database.existingSecret=db,objectStore.uri=s3://bucket/p")
 _numbers = itertools.count(1)
 Helm = Callable[..., str]
 
