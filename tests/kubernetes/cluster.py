@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,9 +20,17 @@ from tests.kubernetes.addresses import Addresses
 from tests.kubernetes.apiserver import ApiServer, Faults
 from tests.kubernetes.apiserver.access import Denial
 from tests.kubernetes.apiserver.faults import Fault
-from tests.kubernetes.client import Access, Api
+from tests.kubernetes.client import Access, Api, suppress_api_error
+from tests.kubernetes.controllers import Controllers
+from tests.kubernetes.kubelet import Kubelet, NodeSpec
 
 Object = dict[str, Any]
+_STORAGE_CLASS = """
+apiVersion: storage.k8s.io/v1
+kind: StorageClass
+metadata: {name: standard, annotations: {storageclass.kubernetes.io/is-default-class: "true"}}
+provisioner: tests.example.dev/folder
+"""
 
 
 class TestCluster:
@@ -30,22 +38,54 @@ class TestCluster:
 
     __test__ = False
 
-    def __init__(self, folder: Path, *, controllers: bool = True, kubelet: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        nodes: int | Sequence[NodeSpec] = 1,
+        controllers: bool = True,
+        kubelet: bool = True,
+        node_grace_s: float = 50.0,
+    ) -> None:
         self.folder = folder
+        self.node_grace_s = node_grace_s
         folder.mkdir(parents=True, exist_ok=True)
         self.addresses = Addresses()
         self.server = ApiServer(folder / "apiserver", self.addresses.service)
+        self._with_controllers = controllers
+        self._controllers: Controllers | None = None
+        self._nodes = [NodeSpec(f"node-{at + 1}") for at in range(nodes)] if isinstance(nodes, int) else list(nodes)
+        self._with_kubelet = kubelet
+        self._kubelet: Kubelet | None = None
         self._api: Api | None = None
 
     def __enter__(self) -> TestCluster:
         self.server.start()
+        self.apply(_STORAGE_CLASS)
+        if self._with_controllers:
+            access = Access(self.server.url, self.server.system_token("kube-controller-manager"), self._authority)
+            self._controllers = Controllers(access, node_grace_s=self.node_grace_s)
+            self._controllers.start()
+        if self._with_kubelet:
+            access = Access(self.server.url, self.server.system_token("nodes"), self._authority)
+            self._kubelet = Kubelet(access, self.folder / "kubelet", self.addresses, self._nodes)
+            self._kubelet.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # Controllers first: they would make anew what ends.
+        if self._controllers is not None:
+            self._controllers.stop()
+        if self._kubelet is not None:
+            self._kubelet.stop()
         self.server.stop()
         self.addresses.close()
+
+    @property
+    def _authority(self) -> str:
+        return str(self.server.certificates.authority)
 
     @property
     def admin_kubeconfig(self) -> Path:
@@ -68,6 +108,31 @@ class TestCluster:
             "HOME": home,
             "KUBECACHEDIR": home,
         }
+
+    @property
+    def kubelet(self) -> Kubelet:
+        assert self._kubelet is not None, "this cluster has no kubelet"
+        return self._kubelet
+
+    def service_url(self, name: str, port: int | str, namespace: str = "default", scheme: str = "http") -> str:
+        """Where a service is reached from this machine; `port` may be its name."""
+        service = self.api.get("services", name, namespace)
+        number = next(each["port"] for each in service["spec"]["ports"] if port in (each["port"], each.get("name")))
+        found = self.wait(lambda: self.kubelet.service_address(name, namespace), f"an address of {name}")
+        return f"{scheme}://{found}:{number}"
+
+    def drain(self, node: str, timeout_s: float = 30.0) -> None:
+        """Cordons a node and evicts its pods, as `kubectl drain` does: again and again while a budget forbids."""
+        self.api.patch("nodes", node, {"spec": {"unschedulable": True}})
+
+        def emptied() -> bool:
+            pods = [each for each in self.api.list("pods") if each["spec"].get("nodeName") == node]
+            for each in [each for each in pods if "deletionTimestamp" not in each["metadata"]]:
+                with suppress_api_error(404, 429):
+                    self.api.evict(each["metadata"]["name"], each["metadata"]["namespace"])
+            return not pods
+
+        self.wait(emptied, f"{node} drained", timeout_s)
 
     @property
     def api(self) -> Api:
@@ -121,7 +186,7 @@ class TestCluster:
 
     def _kubeconfig(self, name: str, token: str, namespace: str) -> Path:
         path = self.folder / f"{name}.kubeconfig"
-        cluster = {"server": self.server.url, "certificate-authority": str(self.server.certificates.authority)}
+        cluster = {"server": self.server.url, "certificate-authority": self._authority}
         content = {
             "apiVersion": "v1",
             "kind": "Config",

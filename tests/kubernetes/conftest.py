@@ -30,6 +30,21 @@ def namespace(plain_cluster: TestCluster) -> str:
     return name
 
 
+@pytest.fixture(scope="session")
+def live_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestCluster]:
+    """Everything: two nodes whose pods run, and a node that is silent for four seconds is lost."""
+    with TestCluster(tmp_path_factory.mktemp("live"), nodes=2, node_grace_s=4.0) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def live_namespace(live_cluster: TestCluster) -> str:
+    name = f"live-{next(_numbers)}"
+    live_cluster.create_namespace(name)
+    live_cluster.wait(lambda: live_cluster.api.list("serviceaccounts", name), "the namespace's service account")
+    return name
+
+
 @pytest.fixture
 def kubectl(plain_cluster: TestCluster, namespace: str) -> Run:
     return _runner(tools.kubectl(), plain_cluster, namespace)
