@@ -126,6 +126,10 @@ class _Collector:
         yield from metrics.store_meter.families(context)
         yield from metrics.start_meter.families(context)
         yield from scaling_families(context)
+        if context.cluster is not None:
+            from control_plane.backends.kubernetes.meter import cluster_families
+
+            yield from cluster_families(context.cluster)
         gateways = context.gateways
         yield GaugeMetricFamily("stoker_gateways", "Living gateways, this one too", value=len(gateways.peers) + 1)
         yield GaugeMetricFamily("stoker_gateway_leads", "1 where the control loop decides", value=int(gateways.leads))

@@ -79,11 +79,11 @@ class KubernetesBackend(LinkedSlots):
         self.api: Api | None = None
         self.pods: Watching | None = None
         self.pools: Watching | None = None
-        self._watches: list[Watching] = []
+        self.watches: list[Watching] = []
         self.progress: dict[str, Progress] = {}
         self._events: dict[str, dict[str, Object]] = {}
         """Of each pod of ours, by the event's name."""
-        self._asked: dict[str, Asked] = {}
+        self.asked: dict[str, Asked] = {}
         self._answering: set[str] = set()
         self._leaving: set[str] = set()
         """Slots that are being given back."""
@@ -118,8 +118,8 @@ class KubernetesBackend(LinkedSlots):
         self.pools = Watching(self.api, SLOT_POOLS, self._pool_changed)
         self.pods = Watching(self.api, PODS, self._pod_changed, labels=self._service.selector())
         events = Watching(self.api, EVENTS, self._event_changed, fields="involvedObject.kind=Pod", keep=False)
-        self._watches = [self.pools, self.pods, events]
-        for watch in self._watches:
+        self.watches = [self.pools, self.pods, events]
+        for watch in self.watches:
             watch.on_problem = self._tell_problem
             watch.start()
         await asyncio.gather(self.pools.synced.wait(), self.pods.synced.wait())
@@ -129,7 +129,7 @@ class KubernetesBackend(LinkedSlots):
         self.on_watching()
 
     def _tell_problem(self) -> None:
-        self.problem = next((watch.problem for watch in self._watches if watch.problem), "")
+        self.problem = next((watch.problem for watch in self.watches if watch.problem), "")
 
     async def look(self) -> None:
         """The watches tell of everything by themselves."""
@@ -138,7 +138,7 @@ class KubernetesBackend(LinkedSlots):
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for watch in self._watches:
+        for watch in self.watches:
             await watch.close()
         if end_agents:
             await asyncio.gather(*(link.shutdown_agent(grace_s) for link in self._links.values()))
@@ -167,7 +167,7 @@ class KubernetesBackend(LinkedSlots):
         return tuple(kind.as_class() for kind in self.kinds.all.values())
 
     def class_of(self, slot_id: str) -> str:
-        asked = self._asked.get(slot_id)
+        asked = self.asked.get(slot_id)
         if asked is not None:
             return asked.class_name
         pod = self.pod(slot_id)
@@ -180,7 +180,7 @@ class KubernetesBackend(LinkedSlots):
     def coming(self) -> Mapping[str, float]:
         """The seconds since each last moved on: one that makes progress is not lost."""
         now_s = time.monotonic()
-        found = {name: now_s - asked.at_s for name, asked in self._asked.items()}
+        found = {name: now_s - asked.at_s for name, asked in self.asked.items()}
         for name, progress in self.progress.items():
             if progress.seen.phase in COMING and name not in self._leaving:
                 found[name] = now_s - progress.since_s
@@ -199,7 +199,7 @@ class KubernetesBackend(LinkedSlots):
     @property
     def waits(self) -> tuple[SlotWait, ...]:
         now_s, found = time.monotonic(), []
-        for name, asked in self._asked.items():
+        for name, asked in self.asked.items():
             words = self.trouble(asked.class_name) or WORDS[Phase.REQUESTED]
             found.append(SlotWait(name, asked.class_name, Phase.REQUESTED, words, now_s - asked.at_s))
         for name, progress in self.progress.items():
@@ -219,7 +219,7 @@ class KubernetesBackend(LinkedSlots):
             return best.seen.words
         if trouble := self.trouble(class_name):
             return trouble
-        if any(asked.class_name == class_name for asked in self._asked.values()):
+        if any(asked.class_name == class_name for asked in self.asked.values()):
             return WORDS[Phase.REQUESTED]
         return self.problem
 
@@ -241,7 +241,7 @@ class KubernetesBackend(LinkedSlots):
 
     def _event_changed(self, name: str, before: Object | None, event: Object | None) -> None:
         about = str(((event or {}).get("involvedObject") or {}).get("name") or "")
-        if event is None or (about not in self.progress and about not in self._asked):
+        if event is None or (about not in self.progress and about not in self.asked):
             return
         known = self._events.setdefault(about, {})
         known[name] = event
@@ -257,7 +257,7 @@ class KubernetesBackend(LinkedSlots):
             return
         if before is not None and uid_of(before) != uid_of(pod):
             self._pod_gone(name)
-        self._asked.pop(name, None)
+        self.asked.pop(name, None)
         self._note(name, pod)
         if self.progress[name].seen.phase is Phase.GONE:
             self._drop_link(name, self.progress[name].seen.words)
@@ -286,7 +286,7 @@ class KubernetesBackend(LinkedSlots):
     def _pod_gone(self, name: str) -> None:
         progress = self.progress.pop(name, None)
         self._events.pop(name, None)
-        self._asked.pop(name, None)
+        self.asked.pop(name, None)
         words = "its pod is gone"
         if progress is not None and progress.seen.phase in (Phase.LEAVING, Phase.GONE):
             words = progress.seen.words
@@ -337,14 +337,14 @@ class KubernetesBackend(LinkedSlots):
         for _ in range(begun):
             name = pod_name(self.settings.release, kind.pool.name)
             seat = self._seat(kind.pool.name, kind.spec.perNode)
-            self._asked[name] = Asked(class_name, kind.pool.name, seat, now_s)
+            self.asked[name] = Asked(class_name, kind.pool.name, seat, now_s)
             body = pod_of(kind, name, service, namespace=self.settings.namespace, seat=seat)
             self._spawn(self._create(name, class_name, body))
         return begun
 
     def _of_pool(self, pool: str) -> list[str]:
         """Pods of it that are there or coming, and are to stay."""
-        there = [name for name, asked in self._asked.items() if asked.pool == pool]
+        there = [name for name, asked in self.asked.items() if asked.pool == pool]
         leaving = self.leaving
         for name in self.progress:
             pod = self.pod(name)
@@ -359,7 +359,7 @@ class KubernetesBackend(LinkedSlots):
         """The one with the fewest slots, so that nodes fill evenly."""
         taken = dict.fromkeys(range(max(per_node, 1)), 0)
         for name in self._of_pool(pool):
-            asked, pod = self._asked.get(name), self.pod(name)
+            asked, pod = self.asked.get(name), self.pod(name)
             seat = asked.seat if asked is not None else int(label_of(pod or {}, SEAT_LABEL) or 0)
             if seat in taken:
                 taken[seat] += 1
@@ -372,14 +372,14 @@ class KubernetesBackend(LinkedSlots):
         try:
             created = await self.api.create(PODS, body)
         except ApiRefused as error:
-            self._asked.pop(name, None)
+            self.asked.pop(name, None)
             self.failed(class_name, _refusal_words(error), error.retry_after_s)
         except ApiError as error:
             # Whether there is a pod now is not known: if there is, the watch will tell.
             logger.warning("event=pod_create_unclear pod=%s error=%s", name, error)
             self.failed(class_name, str(error))
             await asyncio.sleep(AMBIGUOUS_S)
-            self._asked.pop(name, None)
+            self.asked.pop(name, None)
         else:
             self.pods.written(created)
 

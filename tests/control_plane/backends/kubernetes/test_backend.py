@@ -171,7 +171,7 @@ async def test_a_quota_is_said_and_tried_again_ever_less_often(town: Town) -> No
         try:
             await town.backend.add_slots(town.class_name, 1)
             tries += 1
-            await until(lambda: not town.backend._asked)
+            await until(lambda: not town.backend.asked)
         except SlotUnavailable as error:
             assert "quota" in str(error)
         town.later(1.0)
