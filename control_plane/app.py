@@ -25,7 +25,8 @@ from control_plane.adopting import Adopting
 from control_plane.allowances import Allowances
 from control_plane.api.middleware import error_middleware
 from control_plane.backends.base import Backend
-from control_plane.backends.local import LinkedSlots, LocalBackend
+from control_plane.backends.linked import LinkedSlots
+from control_plane.backends.local import LocalBackend
 from control_plane.backends.shared import SharedBackend
 from control_plane.backends.slot_files import SlotFiles
 from control_plane.budgets import Budgets

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from model_loader.memory_limit import read_memory
+
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _PR_SET_NAME: Final = 15
@@ -80,12 +82,8 @@ def describe_exit(result: os.waitid_result) -> str:
 
 
 def available_bytes() -> int:
-    """What the kernel says can be had without swapping."""
-    with open("/proc/meminfo", "rb") as meminfo:
-        for line in meminfo:
-            if line.startswith(b"MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 0
+    """What can be had without swapping, and without being killed by the container's limit."""
+    return read_memory().available_bytes
 
 
 def processes_with_arguments(*needles: str) -> Iterator[int]:

@@ -102,7 +102,7 @@ class AgentClient:
         """How another slot reads this one's pool."""
         return Peer(self._base, peer_token(self.info.token))
 
-    async def warm_pool(self, manifest_path: str, dtype: str, peers: Sequence[Peer], **elsewhere: str | bool) -> None:
+    async def warm_pool(self, manifest_path: str, dtype: str, peers: Sequence[Peer], **elsewhere: str) -> None:
         body: dict[str, Any] = {"manifest_path": manifest_path, "dtype": dtype, "peers": peers, **elsewhere}
         await self._call("POST", "/v1/pool/warm", msgspec.json.encode(body), timeout_s=600.0)
 

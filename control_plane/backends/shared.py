@@ -22,7 +22,8 @@ from typing import Final
 from control_plane.backends.base import SlotClass, SlotListener, SlotRefused, SlotUnavailable
 from control_plane.backends.home import LocalHome
 from control_plane.backends.link import SlotLink, is_refused
-from control_plane.backends.local import LinkedSlots, OwnSlots
+from control_plane.backends.linked import LinkedSlots
+from control_plane.backends.local import OwnSlots
 from control_plane.errors import StokerError
 from control_plane.gateways import Gateways
 from control_plane.settings import ELASTIC_REPLICAS, Settings
@@ -130,6 +131,10 @@ class SharedBackend(LinkedSlots):
         bound = slots.most_replicas or (ELASTIC_REPLICAS if len(self._places) > least else 0)
         attached = len(self._attached)
         return (SlotClass(least=least + attached, most=len(self._places) + attached, most_replicas=bound),)
+
+    @property
+    def any_elsewhere(self) -> bool:
+        return bool(self._attached)
 
     @property
     def coming(self) -> Mapping[str, float]:

@@ -10,9 +10,12 @@ slots, such a checkpoint is refused, in words.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import mmap
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -33,6 +36,16 @@ KEPT_MANIFESTS: Final = 64
 BUNDLE: Final = "manifest.bundle"
 
 
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A manifest as it is sent."""
+
+    manifest: Manifest
+    parts: Sequence[Part]
+    sha256: str
+    """Of the manifest as it arrives there."""
+
+
 class SlotFiles:
     def __init__(self, settings: Settings, tokens: StoreTokens, opened: Callable[[], ObjectStore]) -> None:
         """`opened` gives this installation's store; it is called in threads."""
@@ -45,15 +58,18 @@ class SlotFiles:
         self.slots_elsewhere = False
         """Whether there are slots that share no folder."""
         self._manifest = lru_cache(KEPT_MANIFESTS)(_load)
+        self._lock = threading.Lock()
+        self._packed: dict[Path, Packed] = {}
 
-    def fit(self, spec: ReplicaSpec, slot_id: str, *, shares_files: bool) -> ReplicaSpec:
+    def fit(self, spec: ReplicaSpec, slot_id: str, *, shares_files: bool, manifest_sha256: str = "") -> ReplicaSpec:
         """The same replica for this slot, wherever the spec was made for."""
         if shares_files:
             store = self._store if spec.kv_store else ""
-            return msgspec.structs.replace(spec, by_identity=False, kv_store=store, store_token="")
+            return msgspec.structs.replace(spec, manifest_sha256="", kv_store=store, store_token="")
         store = self._slots_store if spec.kv_store else ""
-        token = self.token(slot_id)
-        return msgspec.structs.replace(spec, by_identity=True, kv_store=store, store_token=token)
+        return msgspec.structs.replace(
+            spec, manifest_sha256=manifest_sha256, kv_store=store, store_token=self.token(slot_id)
+        )
 
     def token(self, slot_id: str) -> str:
         """Empty where slots ask a bucket, with credentials of their own."""
@@ -61,12 +77,23 @@ class SlotFiles:
 
     # --- in threads ---
 
-    def parts(self, manifest_path: str) -> list[Part]:
+    def parts(self, manifest_path: str) -> Packed:
         """What a slot elsewhere is sent of a checkpoint. Raises LoaderError."""
+        path = self.locate(manifest_path)
+        manifest = self._current(path)
+        with self._lock:
+            known = self._packed.get(path)
+        if known is not None and known.manifest is manifest:
+            return known
         from model_loader.portable import pack
 
-        manifest = self._current(self.locate(manifest_path))
-        return pack(manifest, lambda number: self._origin(manifest, number))
+        parts = pack(manifest, lambda number: self._origin(manifest, number))
+        packed = Packed(manifest, parts, hashlib.sha256(parts[0].read()).hexdigest())
+        with self._lock:
+            self._packed[path] = packed
+            while len(self._packed) > KEPT_MANIFESTS:
+                del self._packed[next(iter(self._packed))]
+        return packed
 
     @property
     def publishes(self) -> bool:
@@ -79,7 +106,7 @@ class SlotFiles:
 
         store, key = self._opened(), f"models/{Path(manifest_path).parent.name}/{BUNDLE}"
         if self.publishes and store.exists(key) is None:
-            store.put(key, *bundle(self.parts(manifest_path)))  # after the weights: who finds it finds them
+            store.put(key, *bundle(self.parts(manifest_path).parts))  # after the weights: who finds it finds them
 
     def locate(self, manifest_path: str) -> Path:
         """The manifest on this machine, wherever it was imported; fetched where only the bucket has it. Raises

@@ -1,4 +1,4 @@
-"""The devices of a slot and their memory: the CPU with what the machine has to give, and GPUs as NVML tells.
+"""The devices of a slot and their memory: the CPU with what machine or container have to give, GPUs as NVML tells.
 
 NVML is the driver's own library (`libnvidia-ml`), asked through ctypes: no device is touched and no context made, and
 without a driver there are no GPUs. Limits: CUDA_VISIBLE_DEVICES is followed where it names indices; MIG parts count as
@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-from pathlib import Path
 from typing import Any, Final
 
-from function_runtime import process
 from function_runtime.protocol import DeviceState
+from model_loader.memory_limit import read_memory
 
 CPU: Final = "cpu"
 CUDA: Final = "cuda"
@@ -34,8 +33,8 @@ class Devices:
             self._handles = _visible(_handles_of(self._library), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
     def read(self) -> tuple[DeviceState, ...]:
-        total_bytes = total_memory_bytes()
-        cpu = DeviceState(CPU, 0, total_bytes, min(process.available_bytes(), total_bytes))
+        memory = read_memory()
+        cpu = DeviceState(CPU, 0, memory.limit_bytes, min(memory.available_bytes, memory.limit_bytes))
         return (cpu, *(self._gpu(index, handle) for index, handle in enumerate(self._handles)))
 
     def _gpu(self, index: int, handle: ctypes.c_void_p) -> DeviceState:
@@ -43,16 +42,6 @@ class Devices:
         if self._library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != _OK:
             return DeviceState(CUDA, index, 0, 0)  # nothing is placed on what does not answer
         return DeviceState(CUDA, index, memory.total, memory.free)
-
-
-def total_memory_bytes() -> int:
-    """What there is to give: the container's limit, or the machine's."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return total
-    return min(int(limit), total) if limit.isdigit() else total
 
 
 def _opened() -> Any:

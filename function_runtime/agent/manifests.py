@@ -1,15 +1,17 @@
-"""Manifests of checkpoints that a control plane on another machine sent: the slot's own copies, by identity.
+"""Manifests that a control plane on another machine sent: the slot's own copies, by checkpoint and content.
 
     a line of JSON, [[name, bytes], ...], then the files one after the other -> a folder aside -> verified -> its name
 
-What arrived is used once its identity was made again of its content. Limits: `MOST_BYTES` a checkpoint, without its
-weights, which are read from where the manifest says.
+What arrived is used once its identity was made again of its content. Another manifest of the same checkpoint (other
+files, another store) lies beside it, since somebody may be reading the first. Limits: `MOST_BYTES` a checkpoint,
+without its weights, which are read from where the manifest says.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -27,6 +29,7 @@ MISSING: Final = "manifest_missing"
 MOST_BYTES: Final = 512 * 1024 * 1024
 _PIECE_BYTES: Final = 1024 * 1024
 _IDENTITY: Final = re.compile(r"[0-9a-f]{64}")
+_NAMED_BY: Final = 16
 _ASIDE: Final = "arriving-"
 
 
@@ -43,27 +46,27 @@ class Manifests:
         for left in directory.glob(f"{_ASIDE}*"):
             shutil.rmtree(left, ignore_errors=True)
 
-    def find(self, identity: str) -> Path:
+    def find(self, identity: str, sha256: str) -> Path:
         """Raises SlotError with `MISSING`: it has to be sent first."""
-        path = self._directory / _checked(identity) / MANIFEST_NAME
+        path = self._directory / _checked(identity) / _checked(sha256)[:_NAMED_BY] / MANIFEST_NAME
         if not path.exists():
             raise SlotError(MISSING, f"this slot has no manifest of checkpoint {identity[:16]}", retry=False)
         return path
 
     async def take(self, identity: str, body: Body) -> None:
         """Raises SpecError, or the LoaderError of what is no such checkpoint."""
-        target = self._directory / _checked(identity)
+        ours = self._directory / _checked(identity)
         aside = self._directory / f"{_ASIDE}{secrets.token_hex(8)}"
         try:
             aside.mkdir(parents=True)
             for name, nbytes in _named(await body.readline()):
                 await _write(aside / name, nbytes, body)
             await asyncio.to_thread(admit, aside, identity)
-            if not target.exists():
-                # Two gateways may send the same at once: whichever comes second finds it there.
-                with contextlib.suppress(OSError):
-                    os.rename(aside, target)
-            self.find(identity)
+            sha256 = hashlib.sha256((aside / MANIFEST_NAME).read_bytes()).hexdigest()
+            ours.mkdir(exist_ok=True)
+            with contextlib.suppress(OSError):  # two gateways may send the same at once: the second finds it there
+                os.rename(aside, ours / sha256[:_NAMED_BY])
+            self.find(identity, sha256)
         finally:
             await asyncio.to_thread(shutil.rmtree, aside, ignore_errors=True)
 
@@ -74,7 +77,7 @@ class Manifests:
 
 def _checked(identity: str) -> str:
     if not _IDENTITY.fullmatch(identity):
-        raise SpecError(f"{identity[:80]!r} is no identity of a checkpoint")
+        raise SpecError(f"{identity[:80]!r} is no SHA-256 of a checkpoint or manifest")
     return identity
 
 

@@ -44,9 +44,9 @@ class PoolWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     peers: tuple[Peer, ...] = ()
     identity: str = ""
-    by_identity: bool = False
-    """As in `ReplicaSpec`."""
+    manifest_sha256: str = ""
     store_token: str = ""
+    """As in `ReplicaSpec`."""
 
 
 class PoolForecast(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -182,7 +182,9 @@ class AgentServer:
 
     async def warm_pool(self, request: web.Request) -> web.Response:
         wish = await _body(request, PoolWish)
-        path = str(self._slot.manifests.find(wish.identity)) if wish.by_identity else wish.manifest_path
+        path = wish.manifest_path
+        if wish.manifest_sha256:
+            path = str(self._slot.manifests.find(wish.identity, wish.manifest_sha256))
         if wish.store_token:
             self._slot.pool.use_store(wish.store_token)
         checkpoint = await self._slot.pool.warm(path, wish.dtype, wish.peers)

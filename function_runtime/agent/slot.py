@@ -118,9 +118,10 @@ class Slot:
         return replica.status()
 
     def _with_own_manifest(self, spec: ReplicaSpec) -> ReplicaSpec:
-        if not spec.by_identity or spec.options.engine == STUB:
+        if not spec.manifest_sha256:
             return spec
-        return msgspec.structs.replace(spec, manifest_path=str(self.manifests.find(spec.identity)))
+        path = self.manifests.find(spec.identity, spec.manifest_sha256)
+        return msgspec.structs.replace(spec, manifest_path=str(path))
 
     def end_replica(self, replica_id: str, grace_s: float, reason: str) -> ReplicaStatus | None:
         """Asks it to end; asked again, the new grace counts. None: no such replica."""

@@ -13,6 +13,7 @@ import torch
 from function_runtime.engine.errors import OutOfMemory
 from function_runtime.engine.kv_cache import BLOCK_SIZE
 from function_runtime.engine_like import KvLayout
+from model_loader.memory_limit import read_memory
 
 TYPICAL_TOKENS: Final = 1024
 _CPU_SHARE: Final = 0.4
@@ -42,8 +43,4 @@ def kv_blocks(layout: KvLayout, kv_bytes: int, max_requests: int, max_context: i
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    with open("/proc/meminfo") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise OutOfMemory("/proc/meminfo does not say how much memory is available: set kv_bytes")
+    return read_memory().available_bytes

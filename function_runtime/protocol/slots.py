@@ -90,9 +90,10 @@ class ReplicaSpec(Value, frozen=True):
     start_timeout_s: float = 600.0
     peers: tuple[Peer, ...] = ()
     """Slots whose pools hold the prepared form already."""
-    by_identity: bool = False
-    """The slot shares no folder with the control plane: the manifest is the slot's own copy, found by `identity`, and
-    `manifest_path` only says where the control plane has its own."""
+    manifest_sha256: str = ""
+    """Of a slot that shares no folder with the control plane: which copy of its own of the checkpoint's manifest it
+    goes by; `manifest_path` then only says where the control plane has its own. One checkpoint, one identity, may have
+    several: it was imported again in other files, or lies in another store."""
     store_token: str = ""
     """What `kv_store` and the checkpoint's store are used with where they are a control plane's; the slot's own."""
 

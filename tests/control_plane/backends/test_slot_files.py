@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from control_plane.backends.agent_client import AgentClient
 from control_plane.backends.base import SlotRefused
-from control_plane.backends.local import LinkedSlots
+from control_plane.backends.linked import LinkedSlots
 from control_plane.backends.slot_files import SlotFiles
 from control_plane.environment import BadVariable, apply_environment
 from control_plane.errors import ModelUnusable
@@ -48,11 +49,11 @@ def spec_of(manifest: Manifest | None = None, **fields: Any) -> ReplicaSpec:
 
 def test_a_spec_goes_from_one_kind_of_slot_to_the_other_and_back(tmp_path: Path) -> None:
     files = files_of(tmp_path, url="http://10.0.0.1:8080")
-    far = files.fit(spec_of(), "slot-7", shares_files=False)
-    assert (far.by_identity, far.kv_store) == (True, "http+stoker://10.0.0.1:8080")
+    far = files.fit(spec_of(), "slot-7", shares_files=False, manifest_sha256="ab" * 32)
+    assert (far.manifest_sha256, far.kv_store) == ("ab" * 32, "http+stoker://10.0.0.1:8080")
     assert TOKENS.slot_of(far.store_token) == "slot-7"
     near = files.fit(far, "slot-0", shares_files=True)
-    assert (near.by_identity, near.store_token, near.kv_store) == (False, "", (tmp_path / "objects").as_uri())
+    assert (near.manifest_sha256, near.store_token, near.kv_store) == ("", "", (tmp_path / "objects").as_uri())
     without = files.fit(msgspec.structs.replace(spec_of(), kv_store=""), "slot-7", shares_files=False)
     assert without.kv_store == "", "a function that stores nothing was given a store"
 
@@ -75,13 +76,13 @@ def test_a_store_is_reached_by_slots_as_it_can_be(tmp_path: Path, store: str, ur
 
 def test_files_of_this_machine_are_served_or_put_into_the_bucket_or_refused(home: tuple[Path, Manifest]) -> None:
     folder, manifest = home
-    served = files_of(folder, url="http://10.0.0.1:8080").parts(str(manifest.path))
+    served = files_of(folder, url="http://10.0.0.1:8080").parts(str(manifest.path)).parts
     content = msgspec.json.decode(served[0].read())["contents"][0]
     key = f"checkpoints/{manifest.identity}/0"
     assert (content["origin"], content["key"]) == ("http+stoker://10.0.0.1:8080", key)
     bucket = DirectoryStore(folder / "bucket")
     for _ in range(2):
-        parts = files_of(folder, BUCKET, opened=lambda: bucket).parts(str(manifest.path))
+        parts = files_of(folder, BUCKET, opened=lambda: bucket).parts(str(manifest.path)).parts
     content = msgspec.json.decode(parts[0].read())["contents"][0]
     assert content["origin"] == BUCKET and bucket.stats.snapshot().kinds["put"].requests == 1
     assert bucket.get(content["key"]) == Path(manifest.files[0].path).read_bytes()
@@ -113,7 +114,7 @@ async def test_a_gateway_that_did_not_import_a_model_finds_its_manifest_in_the_b
     assert (await makers.get(gone)).manifest.identity == manifest.identity
     (found,) = (tmp_path / "two" / "models").iterdir()
     assert found.name == manifest.identity and two.locate(gone).parent == found
-    assert [part.name for part in two.parts(gone)] == [part.name for part in one.parts(str(manifest.path))]
+    assert two.parts(gone).sha256 == one.parts(str(manifest.path)).sha256, "slots would be sent it by both"
     forget_checkpoint(bucket, manifest.identity)
     assert not list(bucket.list("models/")), "a removed model left its weights in the bucket"
 
@@ -137,12 +138,12 @@ class _Agent:
 
     async def start_replica(self, spec: ReplicaSpec) -> ReplicaStatus:
         self.asked.append(spec)
-        if spec.by_identity and spec.identity not in self.has:
+        if spec.manifest_sha256 and spec.manifest_sha256 not in self.has:
             raise SlotRefused("manifest_missing", "send it first")
         return ReplicaStatus(spec.replica_id, spec.function, 1, ReplicaState.STARTING, spec)
 
     async def put_manifest(self, identity: str, parts: Any) -> None:
-        self.has[identity] = [part.name for part in parts]
+        self.has[hashlib.sha256(parts[0].read()).hexdigest()] = [identity, *(part.name for part in parts)]
 
 
 class _Link:
@@ -161,12 +162,16 @@ async def test_a_slot_elsewhere_is_sent_a_manifest_once_and_no_peer_of_this_mach
     peers = (near.as_peer, Peer("http://10.0.0.9:7070", "t"))
     for _ in range(2):
         await slots.start_replica("far", spec_of(manifest, peers=peers))
-    assert [spec.by_identity for spec in far.asked] == [True, True, True]
+    assert [spec.manifest_sha256 for spec in far.asked] == [*far.has] * 3
     assert [peer.url for peer in far.asked[0].peers] == ["http://10.0.0.9:7070"]
-    assert far.has[manifest.identity][:2] == ["manifest.json", "tokenizer.json"]
+    (sent,) = far.has.values()
+    assert sent[:3] == [manifest.identity, "manifest.json", "tokenizer.json"]
     await slots.start_replica("near", far.asked[0])
-    assert not near.asked[0].by_identity and not near.has
-    slots.files, far.has = files_of(folder), {}
+    assert not near.asked[0].manifest_sha256 and not near.has
+    slots.files = files_of(folder, url="http://10.0.0.2:8080")
+    await slots.start_replica("far", spec_of(manifest))
+    assert len(far.has) == 2, "a slot went by a manifest of yesterday's address"
+    slots.files = files_of(folder)
     with pytest.raises(SlotRefused, match="model_refused") as refused:
         await slots.start_replica("far", spec_of(manifest))
     assert refused.value.code == "model_refused"

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from function_runtime.agent.devices import Devices, total_memory_bytes
+from function_runtime.agent import devices
+from function_runtime.agent.devices import Devices
+from model_loader.memory_limit import Memory
 
 GB = 10**9
 
@@ -44,7 +46,13 @@ def told(devices: Devices) -> list[tuple[str, int, int, int]]:
 def test_the_cpu_is_a_device_with_the_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = Devices(Nvml(works=False)).read()
     assert [each.kind for each in cpu] == ["cpu"]
-    assert 0 < cpu[0].free_bytes <= cpu[0].total_bytes == total_memory_bytes()
+    assert 0 < cpu[0].free_bytes <= cpu[0].total_bytes
+
+
+def test_a_container_has_what_its_limit_leaves_and_not_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "read_memory", lambda: Memory(8 * GB, 3 * GB))
+    (cpu,) = Devices(Nvml(works=False)).read()
+    assert (cpu.total_bytes, cpu.free_bytes) == (8 * GB, 3 * GB)
 
 
 def test_gpus_are_numbered_as_the_engine_will_number_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -51,14 +52,19 @@ def sent(parts: list[Part], *, cut: int = 0) -> asyncio.StreamReader:
 async def test_a_manifest_arrives_with_its_tokenizer_and_names_no_file_of_the_sender(
     tmp_path: Path, manifest: Manifest
 ) -> None:
-    slot = Manifests(tmp_path / "slot")
+    slot, parts = Manifests(tmp_path / "slot"), pack(manifest, origin_of(tmp_path / "store", manifest))
+    sha256 = hashlib.sha256(parts[0].read()).hexdigest()
     with pytest.raises(SlotError) as missing:
-        slot.find(manifest.identity)
+        slot.find(manifest.identity, sha256)
     assert (missing.value.code, missing.value.retry) == (MISSING, False)
-    await slot.take(manifest.identity, sent(pack(manifest, origin_of(tmp_path / "store", manifest))))
-    await slot.take(manifest.identity, sent(pack(manifest, origin_of(tmp_path / "store", manifest))))
-    path = slot.find(manifest.identity)
+    await slot.take(manifest.identity, sent(parts))
+    await slot.take(manifest.identity, sent(parts))
+    path = slot.find(manifest.identity, sha256)
     assert [each.name for each in (tmp_path / "slot").iterdir()] == [manifest.identity], "something was left aside"
+    with pytest.raises(SlotError):
+        slot.find(manifest.identity, "ab" * 32)
+    await slot.take(manifest.identity, sent(pack(manifest, origin_of(tmp_path / "another", manifest))))
+    assert path.exists() and len(list((tmp_path / "slot" / manifest.identity).iterdir())) == 2
     found = Manifest.load(path)
     assert found.identity == manifest.identity and found.nbytes == manifest.nbytes
     assert str(manifest.directory) not in path.read_text() and manifest.files[0].path not in path.read_text()
@@ -75,7 +81,7 @@ async def test_a_manifest_arrives_with_its_tokenizer_and_names_no_file_of_the_se
     assert keys and all(bytes(forms[0].raw(key)) == bytes(forms[1].raw(key)) for key in keys)
     await slot.forget(manifest.identity)
     with pytest.raises(SlotError):
-        slot.find(manifest.identity)
+        slot.find(manifest.identity, sha256)
 
 
 @pytest.mark.parametrize("what", ["cut", "tensor", "tokenizer", "chunks", "another", "path", "name", "nothing"])
