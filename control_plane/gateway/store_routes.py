@@ -96,14 +96,17 @@ class StoreServer:
         if expected is None or not told_crc.isdigit():
             raise InvalidRequest(f"an object is written with Content-Length and {CRC_HEADER}")
         durable = request.query.get("durable", "1") != "0"
-        writer = await self._run(lambda: self._opened().begin(key, durable=durable))
+        opening = self._in_thread(lambda: self._opened().begin(key, durable=durable))
         try:
+            writer = await asyncio.shield(opening)
             nbytes, crc = await self._take(request, writer)
             if nbytes != expected or crc != int(told_crc):
                 raise Unavailable(f"object {key} arrived altered: {nbytes} bytes of {expected}", code="body_altered")
             await self._run(writer.commit)
         finally:
-            await asyncio.shield(self._run(writer.abandon))
+            await asyncio.wait({opening})
+            if opening.exception() is None:
+                await asyncio.shield(self._in_thread(opening.result().abandon))
         return web.Response(status=204, headers={STORE_HEADER: "1"})
 
     async def _take(self, request: web.Request, writer: ObjectWriter) -> tuple[int, int]:
@@ -145,8 +148,17 @@ class StoreServer:
 
         return web.json_response(await self._run(page), headers={STORE_HEADER: "1"})
 
+    def _in_thread(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, work)
+
     async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        """In a thread, to its end: a client that leaves must not have its file closed under a write."""
+        doing = self._in_thread(work)
+        try:
+            return await asyncio.shield(doing)
+        except asyncio.CancelledError:
+            await asyncio.wait({doing})
+            raise
 
     def _answered(self, handler: Handler) -> Handler:
         """With what the store refuses, and what a client's broken body is, as answers."""
