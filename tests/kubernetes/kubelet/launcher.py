@@ -85,7 +85,8 @@ class Root:
             elif entry.is_dir():
                 os.mkdir(target)
                 mount(entry.path, target, flags=MS_BIND | MS_REC)
-            elif entry.is_file():
+            else:
+                # Devices, sockets and pipes, too.
                 with open(target, "w"):
                     pass
                 mount(entry.path, target, flags=MS_BIND)

@@ -70,6 +70,9 @@ class ServiceProxy:
             self._relays.add(task)
             try:
                 await self._relay(name, number, reader, writer)
+            except asyncio.CancelledError:
+                # Only `close` cancels; asyncio's streams take a cancelled handler for a fault.
+                writer.transport.abort()
             finally:
                 self._relays.discard(task)
 
