@@ -153,6 +153,7 @@ def replica_body(context: AppContext, status: ReplicaStatus) -> dict[str, Any]:
         "stages": [_all_fields(stage) for stage in status.stages],
         "time": _all_fields(status.time),
         "memory": _all_fields(status.memory),
+        "store": _all_fields(status.store),
         "error": None if status.error is None else _all_fields(status.error),
         "exit": status.exit,
         "end_reason": status.end_reason,

@@ -132,7 +132,8 @@ def reason_of(item: dict[str, Any]) -> str:
     error = item.get("error") or {}
     if error:
         return f"{error.get('code')}: {error.get('message')}"
-    return " ".join(part for part in (item.get("end_reason"), item.get("exit")) if part)
+    away = "leaves the object store alone, after failures" if (item.get("store") or {}).get("breaker_open") else ""
+    return " ".join(part for part in (item.get("end_reason"), item.get("exit"), away) if part)
 
 
 def show_logs(data_dir: Path | None, url: str | None, name: str, tail: int, as_json: bool) -> None:

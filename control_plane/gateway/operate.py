@@ -15,7 +15,7 @@ from control_plane.context import CONTEXT, AppContext
 from control_plane.errors import InvalidRequest, NotFound
 from control_plane.fleet import STARTING
 from control_plane.gateway.access import authenticate
-from control_plane.tenants import Role
+from control_plane.tenants import DEFAULT_TENANT, Role
 from control_plane.why import explain, replica_body
 from function_runtime.protocol import ReplicaState
 
@@ -76,6 +76,8 @@ async def replica_log(request: web.Request) -> web.Response:
 async def slots(request: web.Request) -> web.Response:
     context = request.app[CONTEXT]
     tenant = authenticate(context, request).tenant
+    operates = tenant == DEFAULT_TENANT
+    own = {function.current.identity for function in context.functions.list(tenant)}
     data: list[dict[str, Any]] = []
     for slot_id, state in context.fleet.slots.items():
         told = (name for name in state.__struct_fields__ if name not in ("pool", "replicas"))
@@ -87,11 +89,16 @@ async def slots(request: web.Request) -> web.Response:
                 "object": "slot",
                 **fields,
                 "slot_id": slot_id,
-                "pool": [msgspec.to_builtins({n: getattr(e, n) for n in e.__struct_fields__}) for e in state.pool],
+                "pool": [
+                    msgspec.to_builtins({name: getattr(entry, name) for name in entry.__struct_fields__})
+                    for entry in state.pool
+                    if operates or entry.identity in own
+                ],
                 "replicas": [status.replica_id for status in mine],
             }
         )
-    body: dict[str, Any] = {"object": "list", "data": data, "scaling": list(context.slot_scaling.last)}
+    scaling = list(context.slot_scaling.last) if operates else []
+    body: dict[str, Any] = {"object": "list", "data": data, "scaling": scaling}
     if context.cluster is not None:
         body["coming"] = context.cluster.coming()
         body["cluster"] = context.cluster.body()

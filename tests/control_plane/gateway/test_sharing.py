@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from control_plane.functions import ImportState
 from control_plane.kv_index import Keeper
 from control_plane.sealing import EVERYBODY
 from control_plane.spec import parse_mapping
-from function_runtime.protocol import Work
+from function_runtime.protocol import PoolEntry, Work
 from tests.control_plane.gateway.conftest import Plane, body, until
 from tests.control_plane.storage.test_kv_index import IDENTITY, run_of
 
@@ -88,3 +89,18 @@ async def test_what_is_shared_with_all_is_the_operators_to_look_after(plane: Pla
     async with plane.client.get("/api/v1/kv", headers={"Authorization": f"Bearer {stranger}"}) as response:
         told = await response.json()
     assert (told["data"], told["totals"]) == ([], [])
+
+
+async def test_a_tenant_sees_of_a_slots_pool_what_its_own_functions_use(plane: Plane) -> None:
+    """What others run, and how likely it is to be wanted, is theirs."""
+    _, stranger = await plane.context.keys.create("acme", "x")
+    await deploy(plane, "acme", "tenant")
+    own = PoolEntry("a", plane.checkpoint[1], "ready", 1)
+    state = plane.context.fleet.slots["slot-0"]
+    plane.context.fleet.slots["slot-0"] = msgspec.structs.replace(
+        state, pool=(own, PoolEntry("b", "1" * 64, "ready", 1))
+    )
+    for key, seen in ((plane.key, ["a", "b"]), (stranger, ["a"])):
+        async with plane.client.get("/api/v1/slots", headers={"Authorization": f"Bearer {key}"}) as response:
+            (slot,) = (await response.json())["data"]
+        assert [entry["key"] for entry in slot["pool"]] == seen

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from control_plane.cli.replicas import store_note
+from control_plane.cli.replicas import reason_of, store_note
 from control_plane.database import Database
 from control_plane.records import RequestState
-from function_runtime.protocol import Settled
+from function_runtime.protocol import Settled, StoreTotals
 from model_loader.errors import StoreProblem, StoreRefused
 from model_loader.objects import ObjectStore
 from tests.control_plane.gateway.conftest import Plane, Stream, body, text_of, until
@@ -231,3 +231,14 @@ async def test_while_the_object_store_is_away_it_is_told_which_functions_lack_it
     async with plane.client.post("/api/v1/kv/gc", headers=plane.headers) as response:
         error = (await response.json())["error"]
         assert (response.status, error["code"]) == (503, "object_store_error") and "create it" in error["message"]
+
+
+async def test_a_replica_that_cannot_reach_the_store_says_so_though_its_gateway_can(plane: Plane) -> None:
+    await plane.deploy()
+    async with plane.post(body()) as response:
+        assert response.status == 200
+    (replica_id,) = plane.slot.statuses
+    plane.slot._tell(replica_id, store=StoreTotals(reads=7, breaker_open=True))
+    async with plane.get("/api/v1/replicas") as response:
+        (told,) = (await response.json())["data"]
+    assert (told["store"]["reads"], reason_of(told)) == (7, "leaves the object store alone, after failures")
