@@ -90,14 +90,20 @@ class KvCollection:
         self.total = Collected()
 
     async def sweep(self) -> Collected:
-        """What upkeep does now and then; the store is listed for orphans only every `orphan_s`."""
+        """What upkeep does now and then; the store is listed for orphans only every `orphan_s`, and again with the next
+        sweep where it could not be."""
         now_s = time.monotonic()
         if self._looked_s is None:
             self._looked_s = now_s
         look = now_s - self._looked_s >= self._settings.orphan_s
+        try:
+            done = await self.collect(orphans=look)
+        except (LoaderError, OSError) as error:
+            logger.warning("event=kv_not_collected uri=%s error=%s", self.store_uri, error)
+            return Collected()
         if look:
             self._looked_s = now_s
-        return await self.collect(orphans=look)
+        return done
 
     async def collect(self, *, orphans: bool = True) -> Collected:
         """All of it once. What was retired just now is deleted by a run a grace later."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from typing import Any
 
 import openai
@@ -348,3 +349,23 @@ async def test_the_form_of_the_text_goes_to_the_engine_and_is_told(plane: Plane,
 async def test_log_probabilities_are_given_where_they_are_asked_for(client: openai.AsyncOpenAI) -> None:
     made = await create(client, 2, top_logprobs=0, include=["message.output_text.logprobs"])
     assert made.output[0].content[0].logprobs is not None
+
+
+async def test_the_clients_own_accumulating_stream_comes_to_the_same_response(
+    plane: Plane, client: openai.AsyncOpenAI
+) -> None:
+    plane.slot.behaviour.finish = FinishReason.STOP
+    seen: list[str] = []
+    async with client.responses.stream(model="fn", input="hi", max_output_tokens=4, extra_body=SEED) as stream:
+        async for event in stream:
+            if event.type == "response.output_text.delta":
+                seen.append(event.snapshot)
+        final = await stream.get_final_response()
+    assert (final.status, final.output_text) == ("completed", seen[-1])
+    assert len(seen) == 4 and all(later.startswith(earlier) for earlier, later in pairwise(seen))
+    # One that was made in the background, followed by its id from the third event on.
+    made = await client.responses.create(model="fn", input="hi", max_output_tokens=4, background=True, extra_body=SEED)
+    async with client.responses.stream(response_id=made.id, starting_after=2) as stream:
+        numbers = [event.sequence_number async for event in stream]
+        assert (await stream.get_final_response()).output_text == final.output_text
+    assert numbers == list(range(3, numbers[-1] + 1))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from autoscaler.shares import NO_QUOTA
 from control_plane.database import Database
 from control_plane.journal import Journal
-from control_plane.kv_collection import LOST_AT_ONCE, KvCollection
+from control_plane.kv_collection import LOST_AT_ONCE, Collected, KvCollection
 from control_plane.kv_index import KvIndex, drop_scopes
 from control_plane.kv_lifetimes import OVER_QUOTA, UNREACHABLE, WORTHLESS, Limits, StoredChunk, departures
 from control_plane.quotas import KvQuota, Quotas
@@ -263,6 +263,23 @@ async def test_kv_of_a_deleted_key_is_named_no_more_and_goes(yard: Yard) -> None
     yard.clock.pass_s(301)
     await yard.collection().collect(orphans=False)
     assert yard.stored == {"kv/packs/two"}
+
+
+async def test_a_store_that_cannot_be_listed_is_looked_through_with_the_next_sweep(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    yard.settings = replace(QUIET, orphan_s=0.0)
+    collection = yard.collection()
+    yard.put("kv/packs/orphan")
+    yard.clock.pass_s(10**9)
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise StoreError("the store is away")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(DirectoryStore, "list", refuse)
+        assert await collection.sweep() == Collected()
+    assert (await collection.sweep()).orphans == 1
 
 
 class Killed(BaseException):
