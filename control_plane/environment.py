@@ -83,6 +83,13 @@ def store_uri(text: str) -> str:
     return text
 
 
+def slot_store_uri(text: str) -> str:
+    uri = store_uri(text)
+    if uri.startswith("file:"):
+        raise ValueError("a folder is not reached from other machines: give http+stoker://HOST:PORT or s3://BUCKET")
+    return uri
+
+
 ENVIRONMENT: Final[dict[str, tuple[str, str, Callable[[str], Any]] | None]] = {
     "STOKER_DATABASE": ("database", "url", database_url),
     "STOKER_HOST": ("http", "host", str),
@@ -105,6 +112,7 @@ ENVIRONMENT: Final[dict[str, tuple[str, str, Callable[[str], Any]] | None]] = {
     "STOKER_ORPHAN_S": ("slot", "orphan_s", _seconds),
     "STOKER_LOG_RETENTION_S": ("retention", "log_s", _seconds),
     "STOKER_STORE": ("store", "uri", store_uri),
+    "STOKER_SLOT_STORE": ("store", "slots_uri", slot_store_uri),
     "STOKER_ALLOWED_MODELS": ("models", "allowed", _patterns),
     "STOKER_KV_QUOTA_BYTES": ("kv", "quota_bytes", _count),
     "STOKER_KV_GRACE_S": ("kv", "grace_s", _seconds),

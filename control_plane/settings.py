@@ -248,6 +248,9 @@ class StoreSettings:
     data directory's `objects/`, and so does `http+stoker://HOST:PORT`, which says where slots on other machines reach
     this control plane for it. Several machines that share requests need one store. Holds no credentials: S3's come
     from the environment, a profile or the instance, as for every program that uses boto3."""
+    slots_uri: str = ""
+    """Where slots on other machines reach it, if that is neither the same nor `gateway.url`: `http+stoker://HOST:PORT`,
+    an address that outlives this process and may be that of several gateways with the same folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +342,8 @@ class Settings:
     @property
     def slot_store_uri(self) -> str:
         """The same store as slots on other machines reach it; empty: they cannot."""
+        if self.store.slots_uri:
+            return self.store.slots_uri
         if not self.store.uri or self.store.uri.startswith("file:"):
             address = self.gateway.url.rstrip("/")
             return address.replace("http://", "http+stoker://", 1) if address.startswith("http://") else ""

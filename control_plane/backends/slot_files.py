@@ -2,9 +2,9 @@
 
 A spec is fitted to the slot it goes to: a path means something only where the folder is shared, a `file:` store is
 reached over HTTP from elsewhere, with the slot's own token. Files of checkpoints that lie on this machine only are
-served as objects of that store, or put into the bucket that slots read. Where several gateways share a bucket and no
-folder, the manifest itself lies there, too, for those that did not import it. Limits: where neither can be reached by
-slots, such a checkpoint is refused, in words.
+served as objects of that store, or put into the bucket that slots read. Where several gateways share a store and no
+folder of models, everything lies in the store, the manifest for the other gateways, too. Limits: where slots reach none
+of it, such a checkpoint is refused, in words.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class SlotFiles:
         self._store = settings.store_uri
         self._slots_store = settings.slot_store_uri
         self._opened = opened
-        self._shared = settings.shared
+        self._is_common = settings.shared and settings.store.uri.startswith(("s3:", "file:"))
+        """Whether several gateways use this store, who may have nothing else in common."""
         self.slots_elsewhere = False
         """Whether there are slots that share no folder."""
         self._manifest = lru_cache(KEPT_MANIFESTS)(_load)
@@ -97,8 +98,8 @@ class SlotFiles:
 
     @property
     def publishes(self) -> bool:
-        """Whether what one gateway imports has to be in the bucket, for gateways and slots that share no folder."""
-        return self._shared and self.slots_elsewhere and self._slots_store.startswith("s3:")
+        """Whether what one gateway imports has to be in the store, for gateways and slots that share no folder."""
+        return self._is_common and self.slots_elsewhere and bool(self._slots_store)
 
     def publish(self, manifest_path: str) -> None:
         """Raises LoaderError."""
@@ -109,10 +110,10 @@ class SlotFiles:
             store.put(key, *bundle(self.parts(manifest_path).parts))  # after the weights: who finds it finds them
 
     def locate(self, manifest_path: str) -> Path:
-        """The manifest on this machine, wherever it was imported; fetched where only the bucket has it. Raises
+        """The manifest on this machine, wherever it was imported; fetched where only the store has it. Raises
         LoaderError."""
         path = Path(manifest_path)
-        if path.exists() or not self._slots_store.startswith("s3:"):
+        if path.exists() or not self.publishes:
             return path
         identity = path.parent.name
         here = self._models_dir / identity / path.name
@@ -160,17 +161,17 @@ class SlotFiles:
         """Where slots get a file that lies on this machine."""
         from model_loader.errors import SourceRefused
 
+        if self.publishes or self._slots_store.startswith("s3:"):
+            return self._slots_store, self._published(manifest, number)
         if self._slots_store.startswith(SERVED):
             return self._slots_store, f"{CHECKPOINTS}{manifest.identity}/{number}"
-        if self._slots_store.startswith("s3:"):
-            return self._slots_store, self._published(manifest, number)
         raise SourceRefused(
             f"{manifest.uri} lies on the control plane's machine, which slots elsewhere cannot reach: set "
             "STOKER_ADVERTISE_URL so that it is served, or STOKER_STORE to a bucket"
         )
 
     def _published(self, manifest: Manifest, number: int) -> str:
-        """Put into the bucket once, under its content's name."""
+        """Put into the store once, under its content's name."""
         content = manifest.contents[number]
         key = f"models/{manifest.identity}/{content.sha256}"
         store = self._opened()

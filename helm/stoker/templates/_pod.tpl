@@ -194,6 +194,10 @@ ready, and says which (STOKER_REQUIRED names each with where it should come from
 {{- if .Values.objectStore.existingClaim }}
 - name: STOKER_STORE
   value: file:///objects
+{{- if include "stoker.pods" . }}
+- name: STOKER_SLOT_STORE
+  value: http+stoker://{{ include "stoker.fullname" . }}.{{ .Release.Namespace }}:{{ .Values.service.port }}
+{{- end }}
 {{- else if .Values.objectStore.uri }}
 - name: STOKER_STORE
   value: {{ .Values.objectStore.uri | quote }}

@@ -28,6 +28,7 @@ from tests.support.checkpoints import make_tiny_llama
 
 TOKENS = StoreTokens(b"s" * 32)
 BUCKET = "s3://bucket/prefix"
+SERVICE = "http+stoker://stoker.namespace:8080"
 
 
 def files_of(folder: Path, store: str = "", url: str = "", opened: Any = None) -> SlotFiles:
@@ -64,6 +65,7 @@ def test_a_spec_goes_from_one_kind_of_slot_to_the_other_and_back(tmp_path: Path)
         ("", "", ""),
         ("", "http://10.0.0.1:8080/", "http+stoker://10.0.0.1:8080"),
         ("http+stoker://stoker:8080", "http://10.0.0.1:8080", "http+stoker://stoker:8080"),
+        ("", "https://10.0.0.1:8080/", ""),
         (BUCKET, "http://10.0.0.1:8080", BUCKET),
     ],
 )
@@ -90,14 +92,16 @@ def test_files_of_this_machine_are_served_or_put_into_the_bucket_or_refused(home
         files_of(folder).parts(str(manifest.path))
 
 
-async def test_a_gateway_that_did_not_import_a_model_finds_its_manifest_in_the_bucket(
-    home: tuple[Path, Manifest], tmp_path: Path
+@pytest.mark.parametrize("served", [False, True], ids=["bucket", "common folder"])
+async def test_a_gateway_that_did_not_import_a_model_finds_its_manifest_in_the_store(
+    home: tuple[Path, Manifest], tmp_path: Path, served: bool
 ) -> None:
     folder, manifest = home
     bucket = DirectoryStore(tmp_path / "bucket")
 
     def gateway(data_dir: Path) -> SlotFiles:
-        settings = Settings(data_dir=data_dir, store=StoreSettings(BUCKET), gateway=GatewaySettings(shared=True))
+        where = StoreSettings("file:///objects", slots_uri=SERVICE) if served else StoreSettings(BUCKET)
+        settings = Settings(data_dir=data_dir, store=where, gateway=GatewaySettings(shared=True))
         files = SlotFiles(settings, TOKENS, lambda: bucket)
         files.slots_elsewhere = True
         return files
@@ -114,6 +118,8 @@ async def test_a_gateway_that_did_not_import_a_model_finds_its_manifest_in_the_b
     assert (await makers.get(gone)).manifest.identity == manifest.identity
     (found,) = (tmp_path / "two" / "models").iterdir()
     assert found.name == manifest.identity and two.locate(gone).parent == found
+    (content,) = two.parts(gone).manifest.contents
+    assert content.origin == (SERVICE if served else BUCKET) and bucket.exists(content.key) == content.nbytes
     assert two.parts(gone).sha256 == one.parts(str(manifest.path)).sha256, "slots would be sent it by both"
     forget_checkpoint(bucket, manifest.identity)
     assert not list(bucket.list("models/")), "a removed model left its weights in the bucket"
