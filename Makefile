@@ -8,11 +8,12 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench bench-autoscaler bench-load bench-resume clean
+.PHONY: help demo test test-kubernetes lint bench bench-autoscaler bench-load bench-resume clean
 
 help:
 	@echo "make demo    a function from zero to tokens and back, with a kill in between (no GPU, no account)"
 	@echo "make test    install, lint, types, import rules and the tests (PYTEST_ARGS='-k name' selects)"
+	@echo "make test-kubernetes  its tests on Kubernetes alone (STOKER_TEST_KUBECONFIG=... against a real API server)"
 	@echo "make lint    ruff, mypy --strict, import rules"
 	@echo "make bench   the measured figures, peers side by side (BENCH_ARGS='--help' tells more)"
 	@echo "make bench-resume  a request taken up again: its KV loaded, recomputed, and what the plan chooses"
@@ -25,6 +26,11 @@ demo: $(VENV)/.runtime
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=25 --durations-min=3 $(PYTEST_ARGS)
+
+# The whole of Kubernetes: against the tests' own API server, or any real one with a scheduler and a controller manager and
+# no kubelets: make test-kubernetes STOKER_TEST_KUBECONFIG=path/of/config
+test-kubernetes: $(VENV)/.development
+	$(BIN)/python -m pytest tests/kubernetes $(PYTEST_ARGS)
 
 lint: $(VENV)/.development
 	$(BIN)/ruff check .

@@ -14,17 +14,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.kubernetes.addresses import Addresses
 from tests.kubernetes.apiserver import ApiServer, Faults
 from tests.kubernetes.apiserver.access import Denial
 from tests.kubernetes.apiserver.faults import Fault
-from tests.kubernetes.client import Access, Api, suppress_api_error
-from tests.kubernetes.controllers import Controllers
+from tests.kubernetes.client import Access, Api, path_of, suppress_api_error
+from tests.kubernetes.controllers import EVERY, Controllers
+from tests.kubernetes.controllers.volumes import Claims
 from tests.kubernetes.kubelet import Kubelet, NodeSpec
 
 Object = dict[str, Any]
+GIVEN_VARIABLE = "STOKER_TEST_KUBECONFIG"
+"""Kubeconfig (token or client certificate) of a cluster to test against, instead of the tests' own server."""
 _STORAGE_CLASS = """
 apiVersion: storage.k8s.io/v1
 kind: StorageClass
@@ -51,7 +55,11 @@ class TestCluster:
         self.node_grace_s = node_grace_s
         folder.mkdir(parents=True, exist_ok=True)
         self.addresses = Addresses()
-        self.server = ApiServer(folder / "apiserver", self.addresses.service)
+        given = os.environ.get(GIVEN_VARIABLE)
+        self._given = Access.of_kubeconfig(Path(given)) if given else None
+        self._server = None if given else ApiServer(folder / "apiserver", self.addresses.service)
+        # What was made in a cluster that stays, and has to be taken out of it again.
+        self._made_namespaces: list[str] = []
         self._with_controllers = controllers
         self._controllers: Controllers | None = None
         self._nodes = [NodeSpec(f"node-{at + 1}") for at in range(nodes)] if isinstance(nodes, int) else list(nodes)
@@ -60,15 +68,17 @@ class TestCluster:
         self._api: Api | None = None
 
     def __enter__(self) -> TestCluster:
-        self.server.start()
+        if self._server is not None:
+            self._server.start()
         self.apply(_STORAGE_CLASS)
         if self._with_controllers:
-            access = Access(self.server.url, self.server.system_token("kube-controller-manager"), self._authority)
-            self._controllers = Controllers(access, node_grace_s=self.node_grace_s)
+            # A cluster that was given has controllers; what provisions the volumes of our class it has not.
+            kinds = EVERY if self._given is None else (Claims,)
+            access = self._access_of("kube-controller-manager")
+            self._controllers = Controllers(access, node_grace_s=self.node_grace_s, kinds=kinds)
             self._controllers.start()
         if self._with_kubelet:
-            access = Access(self.server.url, self.server.system_token("nodes"), self._authority)
-            self._kubelet = Kubelet(access, self.folder / "kubelet", self.addresses, self._nodes)
+            self._kubelet = Kubelet(self._access_of("nodes"), self.folder / "kubelet", self.addresses, self._nodes)
             self._kubelet.start()
         return self
 
@@ -78,24 +88,53 @@ class TestCluster:
         # Controllers first: they would make anew what ends.
         if self._controllers is not None:
             self._controllers.stop()
+        if self._given is not None:
+            self._leave()
         if self._kubelet is not None:
             self._kubelet.stop()
-        self.server.stop()
+        if self._server is not None:
+            self._server.stop()
         self.addresses.close()
 
     @property
-    def _authority(self) -> str:
-        return str(self.server.certificates.authority)
+    def server(self) -> ApiServer:
+        """The server's own hooks; a test that needs them is skipped against a cluster that was given."""
+        if self._server is None:
+            pytest.skip(f"{GIVEN_VARIABLE} names another server: its faults cannot be chosen")
+        return self._server
+
+    def _access_of(self, component: str) -> Access:
+        if self._given is not None:
+            return self._given
+        return Access(self.server.url, self.server.system_token(component), str(self.server.certificates.authority))
+
+    def _leave(self) -> None:
+        """Takes what was made out of a cluster that stays, while there still is somebody to end the pods."""
+        for name in self._made_namespaces:
+            self.api.delete("namespaces", name)
+        left = set(self._made_namespaces)
+        self.wait(
+            lambda: not left & {each["metadata"]["name"] for each in self.api.list("namespaces")}, "all removed", 120
+        )
+        for node in self._nodes if self._kubelet is not None else []:
+            self.api.delete("nodes", node.name)
 
     @property
     def admin_kubeconfig(self) -> Path:
+        if self._given is not None:
+            return Path(os.environ[GIVEN_VARIABLE]).resolve()
         return self._kubeconfig("admin", self.server.admin_token, "default")
 
     def kubeconfig(self, service_account: str, namespace: str = "default") -> Path:
         """A kubeconfig with the rights of a service account (`name` or `namespace/name`), with a token of its own."""
         if "/" in service_account:
             namespace, _, service_account = service_account.partition("/")
-        token = self.server.token_of(namespace, service_account)
+        if self._given is not None:
+            body = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {"audiences": []}}
+            path = path_of("serviceaccounts", namespace, service_account, "token")
+            token = self.api.call("POST", path, body)["status"]["token"]
+        else:
+            token = self.server.token_of(namespace, service_account)
         return self._kubeconfig(f"{namespace}-{service_account}", token, namespace)
 
     def environment(self, kubeconfig: Path | str | None = None) -> dict[str, str]:
@@ -148,8 +187,9 @@ class TestCluster:
 
     def create_namespace(self, name: str, **labels: str) -> None:
         self.api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}})
+        self._made_namespaces.append(name)
 
-    def wait(self, holds: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
+    def wait(self, holds: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
         """Waits until `holds()` is true, and gives what it returned."""
         ends_at = time.monotonic() + timeout_s
         while True:
@@ -182,11 +222,12 @@ class TestCluster:
     @property
     def denied(self) -> list[Denial]:
         """Calls that no Role allowed: a run that ends with any of them has failed."""
-        return self.server.denied
+        return self._server.denied if self._server is not None else []
 
     def _kubeconfig(self, name: str, token: str, namespace: str) -> Path:
         path = self.folder / f"{name}.kubeconfig"
-        cluster = {"server": self.server.url, "certificate-authority": self._authority}
+        access = self._given or Access(self.server.url, "", str(self.server.certificates.authority))
+        cluster = {"server": access.url, "certificate-authority": access.authority}
         content = {
             "apiVersion": "v1",
             "kind": "Config",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 import subprocess
 from collections.abc import Callable, Iterator
 
@@ -24,7 +25,7 @@ def plain_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClus
 
 @pytest.fixture
 def namespace(plain_cluster: TestCluster) -> str:
-    name = f"test-{next(_numbers)}"
+    name = f"test-{next(_numbers)}-{secrets.token_hex(3)}"
     plain_cluster.create_namespace(name)
     plain_cluster.apply("{apiVersion: v1, kind: ServiceAccount, metadata: {name: default}}", name)
     return name
@@ -39,7 +40,7 @@ def live_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClust
 
 @pytest.fixture
 def live_namespace(live_cluster: TestCluster) -> str:
-    name = f"live-{next(_numbers)}"
+    name = f"live-{next(_numbers)}-{secrets.token_hex(3)}"
     live_cluster.create_namespace(name)
     live_cluster.wait(lambda: live_cluster.api.list("serviceaccounts", name), "the namespace's service account")
     return name

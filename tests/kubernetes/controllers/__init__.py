@@ -6,6 +6,6 @@ time, and makes the next step towards what the object asks for. Nothing here tou
 Limits: no preemption, no HPA, no CronJob, no DaemonSet; revisions of StatefulSets are a hash, not objects.
 """
 
-from tests.kubernetes.controllers.manager import Controllers
+from tests.kubernetes.controllers.manager import EVERY, Controllers
 
-__all__ = ["Controllers"]
+__all__ = ["EVERY", "Controllers"]
