@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import socket
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,15 @@ def test_a_store_that_is_away_for_a_moment_is_asked_again(served: ServedStore) -
         served.stop()
         served.start()
         assert store.get("x") == b"1", "a kept connection that died was not made anew"
+
+
+def test_a_store_that_takes_connections_and_never_answers_is_given_up_at_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        store = HttpStore(f"http+stoker://127.0.0.1:{mute.getsockname()[1]}", token=TOKEN)
+        with contextlib.closing(store):
+            for ask in (lambda: store.get("x", within_s=0.1), lambda: store.put("x", b"1", within_s=0.1)):
+                with pytest.raises(StoreUnavailable, match="deadline"):
+                    ask()
 
 
 def test_a_full_disk_is_told_as_one_and_the_old_object_stays(
