@@ -32,8 +32,11 @@ HOT_BYTES: Final = 1024 * 1024
 """A cached block at a time. By CPU time of a whole load, 1 MiB took 0.59 s/GB and 512 KiB 0.68 (each block costs the
 interpreter some 20 us); 4 MiB, which do not stay in the cache until they are digested and written, were far slower."""
 COLD_BYTES: Final = CHUNK_BYTES
-MAPPED_BYTES: Final = 512 * 1024
-"""Copied at a time, then digested."""
+RANGE_BYTES: Final = 4 * CHUNK_BYTES
+"""What a thread takes at a time: each costs the interpreter some 100 us, whatever is in it."""
+MAPPED_BYTES: Final = 2 * 1024 * 1024
+"""Copied past the processor's caches at a time, then digested out of them: two threads' fit where cores share a third
+level. 512 KiB took a quarter more of the processor's time, most of it the interpreter's."""
 _LEAST_MAPPED_BYTES: Final = 64 * 1024
 TRIALS: Final = 6
 """Cold reads of each way before one is chosen."""
@@ -160,7 +163,7 @@ class LocalSource:
     """Files by name. A context manager, because it keeps them open."""
 
     tier: Final = Tier.DISK
-    range_bytes: Final = COLD_BYTES
+    range_bytes: Final = RANGE_BYTES
 
     def __init__(self, paths: Mapping[str, Path], ways: ColdWays | None = None, name: str = "disk") -> None:
         self.name = name
@@ -186,7 +189,7 @@ class LocalSource:
     def read_into(self, file: str, offset: int, view: memoryview, *, within_s: float) -> int:
         opened = self._open(file)
         try:
-            count = self._read_cached(opened, offset, view) or self._read_cold(opened, offset, view)
+            count = self._read_cached(opened, offset, view) or self._read_cold(opened, offset, view[:COLD_BYTES])
         except OSError as error:
             raise SourceUnavailable(f"cannot read {opened.path}: {error.strerror}") from error
         if count == 0:
