@@ -30,6 +30,8 @@ _MAX_INDEX_VALUES: Final = 3_000_000
 _MAX_SHARDS: Final = 10_000
 _MAX_DIMENSIONS: Final = 8
 _MAX_NAME_CHARS: Final = 512
+_MAX_FILE_NAME_BYTES: Final = 255
+"""What file systems and object stores agree on; a message that names the file stays one."""
 _READ_TYPES: Final = ("F32", "F16", "BF16")
 
 Ensure = Callable[[Path, int, int], None]
@@ -179,6 +181,8 @@ def indexed_names(places: dict[str, str], index: Path) -> tuple[str, ...]:
     if len(names) > _MAX_SHARDS:
         raise FormatError(f"{index}: weight_map names {len(names)} files; at most {_MAX_SHARDS} are read")
     for name in names:
+        if len(name.encode("utf-8", "replace")) > _MAX_FILE_NAME_BYTES:
+            raise SourceRefused(f"{index}: weight_map names a file by {len(name)} characters: {shown(name)}")
         if "/" in name or "\\" in name or "\0" in name or not name.endswith(".safetensors"):
             raise SourceRefused(f"{index}: weight_map points at {shown(name)}; only files beside it are read")
     return names

@@ -32,6 +32,8 @@ PLAIN_SHARE, PEER_RATIO, FLOOR_SHARE, DISK_SHARE = 0.60, 2.0, 0.75, 0.90
 MAP_S, MAP_BYTES, BESIDE_BYTES = 0.05, 10_000_000, 256 * 1024 * 1024
 PEER_WAYS = ("safetensors", "runai", "fastsafetensors")
 LOOK_S = 0.005
+LARGE_BYTES = 1_500_000_000
+"""Above, peers load once: the slowest takes seconds a gigabyte."""
 MEMORY = Path("/dev/shm")
 BARE, DIGESTED = "a bare copy", "a copy and its digests"
 
@@ -51,7 +53,8 @@ def from_page_cache(
     for way in PEER_WAYS:
         for memory in ("fresh", "reused"):
             try:
-                speeds.setdefault(way, {})[memory] = rate(nbytes, theirs(bench, way, [*map(str, paths)], memory))
+                took = theirs(bench, way, [*map(str, paths)], memory, rounds=1 if nbytes > LARGE_BYTES else 0)
+                speeds.setdefault(way, {})[memory] = rate(nbytes, took)
             except (LookupError, subprocess.TimeoutExpired) as error:
                 report.console.print(f"not measured: {error}")
     for way, how in ((BARE, "bare"), (DIGESTED, "digested")):

@@ -178,14 +178,16 @@ def ours(bench: Bench, manifest: Manifest, before: Callable[[], None] = lambda: 
     return found
 
 
-def theirs(bench: Bench, way: str, paths: Sequence[str], memory: str, env: dict[str, str] | None = None) -> list[float]:
-    """Raises LookupError where the peer is not there or cannot do it."""
+def theirs(
+    bench: Bench, way: str, paths: Sequence[str], memory: str, env: dict[str, str] | None = None, *, rounds: int = 0
+) -> list[float]:
+    """`rounds`: the bench's, where it is 0. Raises LookupError where the peer is not there or cannot do it."""
     python = peers.python()
     if python is None:
         raise LookupError("no peers: see tests.benchmarks.peers")
     script = Path(__file__).with_name("load_peers.py")
     done = subprocess.run(
-        [str(python), str(script), way, str(bench.rounds), memory, *paths],
+        [str(python), str(script), way, str(rounds or bench.rounds), memory, *paths],
         capture_output=True, text=True, check=False, timeout=PEER_TIMEOUT_S, env={**os.environ, **(env or {})},
     )  # fmt: skip
     if done.returncode != 0:

@@ -121,14 +121,16 @@ def test_an_index_is_checked_before_its_shards_are(tiny: Path) -> None:
         ('{"weight_map": {"x": "absent.safetensors"}}', SourceMissing, r"lacks absent\.safetensors, which weight_map"),
         ('{"weight_map": {"x": "../x.safetensors"}}', SourceRefused, "weight_map points at"),
         ('{"weight_map": {"x": "a.bin"}}', SourceRefused, "weight_map points at 'a.bin'"),
+        (f'{{"weight_map": {{"x": "{"s" * 50_000}.safetensors"}}}}', SourceRefused, "a file by 50012 characters: 's+…"),
         ('{"weight_map": {"x": 1}}', FormatError, "its weight_map is"),
         ('{"weight_map": {}}', FormatError, "weight_map is empty"),
         ('{"weight_map": {"x": "a.safetensors", "x": "b.safetensors"}}', FormatError, "holds a name twice: 'x'"),
         ("{}", FormatError, "its weight_map is None"),
     ):
         index.write_text(text)
-        with pytest.raises(kind, match=said):
+        with pytest.raises(kind, match=said) as refused:
             describe_directory(tiny)
+        assert len(str(refused.value)) < 1000
     os.truncate(index, 10**12)
     with at_most(1_000_000), pytest.raises(FormatError, match="has 1000000000000 bytes; at most"):
         describe_directory(tiny)
