@@ -34,9 +34,10 @@ interpreter some 20 us); 4 MiB, which do not stay in the cache until they are di
 COLD_BYTES: Final = CHUNK_BYTES
 RANGE_BYTES: Final = 4 * CHUNK_BYTES
 """What a thread takes at a time: each costs the interpreter some 100 us, whatever is in it."""
-MAPPED_BYTES: Final = 2 * 1024 * 1024
+MAPPED_BYTES: Final = CHUNK_BYTES
 """Copied past the processor's caches at a time, then digested out of them: two threads' fit where cores share a third
-level. 512 KiB took a quarter more of the processor's time, most of it the interpreter's."""
+level. In smaller pieces threads met at the interpreter's lock more often: 512 KiB took a third more processor time, and
+on a busy machine, where each meeting waits for the scheduler, half as much time again."""
 _LEAST_MAPPED_BYTES: Final = 64 * 1024
 TRIALS: Final = 6
 """Cold reads of each way before one is chosen."""

@@ -78,7 +78,7 @@ class ReadLimits:
 
 
 DEFAULT_LIMITS: Final = ReadLimits()
-DIRECT_BYTES: Final = 2 * 1024 * 1024
+DIRECT_BYTES: Final = CHUNK_BYTES
 """Read into the destination at a time, and digested while it is in the cache."""
 _LEAST_DIRECT_BYTES: Final = 64 * 1024
 """Of memory that follows on itself: for less, a read of its own costs more than a copy."""

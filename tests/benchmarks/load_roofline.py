@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.load_roofline ROUNDS bare|digested fresh|reused FOLDER PATH...    seconds, as JSON
 
-The copy is the loader's own, in its own environment: two threads, 2 MiB at a time out of a mapping of the file, huge
+The copy is the loader's own, in its own environment: two threads, 4 MiB at a time out of a mapping of the file, huge
 pages where the memory is fresh. `bare`: out of a mapping that is entered beforehand, nothing verified; no loader that
 copies is faster. `digested`: the mapping is entered as the bytes are needed, and they are digested behind the copy; no
 loader that verifies so is faster. Limits: neither opens, plans, counts or tells anything.

@@ -147,7 +147,7 @@ def test_a_chunk_that_was_lent_while_somebody_began_to_write_is_read_again(path:
 
         def view(self, to: int, nbytes: int) -> memoryview | None:
             self.looks += 1
-            if self.looks == 3:
+            if self.looks == 2:
                 with pytest.raises(BlockingIOError):
                     os.open(path, os.O_WRONLY | os.O_NONBLOCK)
             return memoryview(target)[to : to + nbytes]
