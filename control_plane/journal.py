@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, NoReturn
 
 import msgspec
@@ -58,6 +59,8 @@ __all__ = [
     "unpack_tokens",
 ]
 
+FORGET_ROWS: Final = 500
+"""Deleted by one transaction: tokens of others wait for the writer, too."""
 _encode: Final = msgspec.msgpack.Encoder().encode
 _encode_json: Final = msgspec.json.Encoder().encode
 _NOT_SAID: Final = Begun()
@@ -408,8 +411,8 @@ class Journal(History):
 
     async def forget_kv(self, retired: RetiredKv) -> None:
         rows = [{"id": request_id, "number": number} for request_id, number in retired.rows]
-        if rows:
-            await self._database.write(lambda connection: connection.executemany(sql.FORGET_KV, rows).rowcount)
+        for at in range(0, len(rows), FORGET_ROWS):
+            await self._database.write(partial(_forget_kv, rows=rows[at : at + FORGET_ROWS]))
 
     # --- the end ------------------------------------------------------------------------------------------------
 
@@ -482,6 +485,10 @@ class Journal(History):
     async def delete(self, request_id: str, tenant: str) -> None:
         """Forget an ended request of a tenant, except in the ledger. Raises `Conflict` while it runs."""
         await self._keeping.delete(request_id, tenant)
+
+
+def _forget_kv(connection: Connection, rows: Sequence[dict[str, object]]) -> None:
+    connection.executemany(sql.FORGET_KV, rows)
 
 
 def _attached(connection: Connection, new: NewRequest) -> RequestRecord | None:

@@ -130,9 +130,10 @@ class KvCollection:
         """Packs of requests that are over, where the index does not have them."""
         for _ in range(ROUNDS):
             retired = await self._journal.retired_kv(ROWS)
-            if retired.rows:
-                done.retired_packs += await self._retire_of_ended(retired.packs)
-                await self._journal.forget_kv(retired)
+            # In small steps: tokens of others wait for the writer, too.
+            for at in range(0, len(retired.packs), BATCH):
+                done.retired_packs += await self._retire_of_ended(retired.packs[at : at + BATCH])
+            await self._journal.forget_kv(retired)
             if len(retired.rows) < ROWS:
                 break
 
@@ -201,10 +202,10 @@ class KvCollection:
         listed = await asyncio.to_thread(self._list)
         before_us = self._clock_us() - round(self._settings.grace_s * 1e6)
 
-        def read(connection: Connection) -> tuple[dict[str, tuple[str, int]], set[str]]:
-            rows = connection.execute("SELECT pack, state, created_us FROM kv_packs").fetchall()
+        def read(connection: Connection) -> tuple[dict[str, tuple[str, int, int]], set[str]]:
+            rows = connection.execute("SELECT pack, state, created_us, nbytes FROM kv_packs").fetchall()
             named = connection.execute("SELECT chunks FROM request_kv").fetchall()
-            known = {str(pack): (str(state), int(created)) for pack, state, created in rows}
+            known = {str(pack): (str(state), int(created), int(nbytes)) for pack, state, created, nbytes in rows}
             return known, {chunk.pack for (payload,) in named for chunk in decode_chunks(payload)}
 
         # NOTE: read after the list: what was written and named in between is named, not an orphan.
@@ -216,11 +217,15 @@ class KvCollection:
         ]
         lost = [
             key
-            for key, (state, created) in known.items()
+            for key, (state, created, _) in known.items()
             if state == "live" and created < before_us and key not in listed
         ]
-        sizes = [{"pack": key, "nbytes": info.nbytes} for key, info in listed.items() if key in known]
-        if len(lost) > LOST_AT_ONCE and not sizes:
+        sizes = [
+            {"pack": key, "nbytes": info.nbytes}
+            for key, info in listed.items()
+            if key in known and known[key][2] != info.nbytes
+        ]
+        if len(lost) > LOST_AT_ONCE and known.keys().isdisjoint(listed):
             logger.error("event=kv_store_empty uri=%s packs=%d hint=is another store in its place?", self.store_uri,
                          len(lost))  # fmt: skip
             lost = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -56,6 +56,15 @@ class Keeper:
 class Counts:
     kept: int = 0
     reused: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Chunks of one identity and scope, and the packs that hold them."""
+
+    identity: str
+    scope: str
+    packs: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +217,18 @@ class KvIndex:
 
         return [_chunk(row) for row in await self._database.read(run)]
 
+    async def places(self, tenant: str, scopes: Container[str]) -> list[Place]:
+        """Where KV of a tenant lies under these scopes: read beside the writer, for it looks through all there is."""
+
+        def run(connection: Connection) -> list[Any]:
+            return connection.execute(_PLACES, {"tenant": tenant}).fetchall()
+
+        found: dict[tuple[str, str], list[str]] = {}
+        for identity, scope, pack in await self._database.read(run):
+            if scope in scopes:
+                found.setdefault((str(identity), str(scope)), []).append(str(pack))
+        return [Place(identity, scope, tuple(packs)) for (identity, scope), packs in found.items()]
+
     async def live_packs(self, tenant: str | None = None) -> list[str]:
         def run(connection: Connection) -> list[Any]:
             if tenant is None:
@@ -228,13 +249,14 @@ def retire(connection: Connection, pack: str, nbytes: int, tenant: str, reason: 
     return connection.execute(_RETIRE, values).rowcount == 1
 
 
-def drop_scopes(connection: Connection, scopes: Iterable[str], tenant: str, reason: str) -> int:
-    """Nothing of these scopes is handed out any more, and their packs begin to go; how many packs."""
+def drop(connection: Connection, places: Iterable[Place], tenant: str, reason: str) -> int:
+    """Nothing of these identities and scopes is handed out any more, and their packs begin to go; how many packs. What
+    was added to them since they were looked up goes too, its packs with the next collection."""
     now, count = now_us(), 0
-    for scope in scopes:
-        packs = connection.execute("SELECT DISTINCT pack FROM kv_chunks WHERE scope = :scope", {"scope": scope})
-        count += sum(retire(connection, pack, 0, tenant, reason, now) for (pack,) in packs.fetchall())
-        connection.execute("DELETE FROM kv_chunks WHERE scope = :scope", {"scope": scope})
+    for place in places:
+        values = {"identity": place.identity, "scope": place.scope}
+        connection.execute("DELETE FROM kv_chunks WHERE identity = :identity AND scope = :scope", values)
+        count += sum(retire(connection, pack, 0, tenant, reason, now) for pack in place.packs)
     return count
 
 
@@ -363,6 +385,8 @@ ON CONFLICT (tenant, function, keyed) DO UPDATE SET kept = kv_reuse.kept + exclu
 _FORGET: Final = """
 UPDATE kv_reuse SET kept = kept / 2, reused = reused / 2
 WHERE tenant = :tenant AND function = :function AND keyed = :keyed AND kept > :limit"""
+
+_PLACES: Final = "SELECT DISTINCT identity, scope, pack FROM kv_chunks WHERE tenant = :tenant"
 
 _OF_PACK: Final = "SELECT tenant, function FROM kv_chunks WHERE pack = :pack"
 

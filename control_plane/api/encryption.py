@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from control_plane.api.bodies import decode, read_body
-from control_plane.kv_index import drop_scopes
+from control_plane.kv_index import drop
 from control_plane.kv_rebuild import scopes_of
 from control_plane.sealing import TenantKey, key_of
 from control_plane.tenants import Role
@@ -47,8 +47,9 @@ def routes(context: AppContext) -> list[web.RouteDef]:
         tenant = tenant_of(request)
         await context.tenant_keys.refresh()  # a key that was set through another gateway a moment ago
         scopes = await scopes_of(context, tenant, context.tenant_keys.sealed_under(tenant))
+        places = await context.kv_index.places(tenant, scopes)
         erased = await context.tenant_keys.delete(
-            tenant, lambda connection: drop_scopes(connection, scopes, tenant, "its key was deleted")
+            tenant, lambda connection: drop(connection, places, tenant, "its key was deleted")
         )
         return web.json_response({**_body(tenant, None), "deleted_keys": erased})
 

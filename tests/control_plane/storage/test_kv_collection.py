@@ -14,7 +14,7 @@ from autoscaler.shares import NO_QUOTA
 from control_plane.database import Database
 from control_plane.journal import Journal
 from control_plane.kv_collection import LOST_AT_ONCE, Collected, KvCollection
-from control_plane.kv_index import KvIndex, drop_scopes
+from control_plane.kv_index import KvIndex, drop
 from control_plane.kv_lifetimes import OVER_QUOTA, UNREACHABLE, WORTHLESS, Limits, StoredChunk, departures
 from control_plane.quotas import KvQuota, Quotas
 from control_plane.settings import KvSettings
@@ -257,8 +257,11 @@ async def test_kv_of_a_deleted_key_is_named_no_more_and_goes(yard: Yard) -> None
     await yard.index.keep(KEEPER, IDENTITY, kept)
     await yard.index.keep(replace(KEEPER, scope="another"), IDENTITY, other)
     yard.put("kv/packs/one", "kv/packs/two")
-    gone = await yard.database.write(lambda c: drop_scopes(c, [KEEPER.scope], KEEPER.tenant, "its key was deleted"))
-    assert gone == 1
+    places = await yard.index.places(KEEPER.tenant, {KEEPER.scope})
+    assert [(place.identity, place.scope, place.packs) for place in places] == [
+        (IDENTITY, KEEPER.scope, ("kv/packs/one",))
+    ]
+    assert await yard.database.write(lambda c: drop(c, places, KEEPER.tenant, "its key was deleted")) == 1
     assert await yard.index.known(IDENTITY, KEEPER.scope, chains("a", 2)) == ()
     yard.clock.pass_s(301)
     await yard.collection().collect(orphans=False)
