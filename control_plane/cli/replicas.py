@@ -69,7 +69,7 @@ def show_replicas(data_dir: Path | None, url: str | None, everything: bool, as_j
 def show_slots(slots: list[dict[str, Any]]) -> None:
     rows = [
         (
-            slot["slot_id"],
+            slot["slot_id"] + (" (terminating)" if slot.get("terminating") else ""),
             slot["agent_pid"],
             len(slot["replicas"]),
             slot["warm_workers"],
