@@ -143,6 +143,7 @@ class Observed:
     waiting_since_s: float | None = None
     """When the one who waits longest came; None: not known."""
     arrivals_in_10_s: int | None = None
+    arrivals_in_30_s: int | None = None
     arrivals_in_60_s: int | None = None
     peaks: tuple[tuple[float, int], ...] = ()
     """(when demand was last this high, how high), falling from peak to peak (`autoscaler.peaks`); () where only

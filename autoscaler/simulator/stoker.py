@@ -191,6 +191,7 @@ class Stoker(Asked):
             waiting_tokens=int(view.waiting * prompts),
             running_tokens=int(view.running * (prompts + outputs / 2)),
             arrivals_in_10_s=count - bisect_left(times, now_s - 10.0),
+            arrivals_in_30_s=count - bisect_left(times, now_s - 30.0),
             arrivals_in_60_s=count - bisect_left(times, now_s - 60.0),
             peaks=known.peaks.steps(),
             seen_s=now_s,
