@@ -3,7 +3,8 @@
 Where a start goes is `placement.place`'s to say, as it is live. Pools hold weights by bytes; of those that no replica
 of the slot uses, the least recently used go first. What a start takes is drawn from what was measured from the tier
 that placement chose; loads of a slot from one tier share its link, so what such a start takes longer than one from the
-pool is multiplied by the loads there are when it begins. Limits: a slot's disk holds all that it ever loaded; replicas
+pool is multiplied by the loads there are when it begins. Replicas of one checkpoint that start in a slot at once load
+it once, as a pool does: who comes later waits for the load that is under way. Limits: a slot's disk holds all that it ever loaded; replicas
 that share a device do not slow each other down; a pool is read by its own slot, or as the tier "peer" where starts
 from there were measured.
 """
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from autoscaler.homes import DISK, PEER, POOL, STORE, Device, Homes, Resident, SlotHome
+from autoscaler.homes import DISK, LOADING, PEER, POOL, STORE, Device, Homes, Resident, SlotHome
 from autoscaler.placement import Placement, place
 from autoscaler.room import MayEnd
 from autoscaler.simulator.replica import SimReplica
@@ -60,6 +61,8 @@ class SimSlot:
     """Devices without a replica."""
     loads: dict[str, int] = field(default_factory=dict)
     """Under way, by tier."""
+    loading: dict[str, float] = field(default_factory=dict)
+    """When the weights that are on their way into the pool will be there."""
     seen: dict[int, Device] = field(default_factory=dict)
     """By device: as placement was last told of it, until it changes."""
     holds: tuple[frozenset[str], frozenset[str]] | None = None
@@ -112,7 +115,7 @@ class Slots:
     ) -> Placement | None:
         """Where a replica's first token would come soonest. Without `may_end` nobody has to go for it."""
         if may_end is not None:
-            homes = Homes(self._home(slot, loss_s) for slot in self.all.values())
+            homes = Homes(self._home(slot, loss_s, now_s) for slot in self.all.values())
             return place(self._work(function), homes, now_s, may_end)
         if self.held + function.held_devices > self.cluster.devices + 1e-6:
             return None
@@ -120,8 +123,9 @@ class Slots:
         if soonest is not None:
             return soonest
         for slot_id in self._changed:
-            self._homes.put(self._home(self.all[slot_id], None))
-        self._changed.clear()
+            self._homes.put(self._home(self.all[slot_id], None, now_s))
+        # What is left of a load changes by itself.
+        self._changed = {slot.slot_id for slot in self.all.values() if slot.loading}
         return place(self._work(function), self._homes, now_s, lambda resident, work: False)
 
     def _soonest(self, function: SimFunction) -> Placement | None:
@@ -144,14 +148,18 @@ class Slots:
     def start(self, number: int, function: SimFunction, placed: Placement, u: float, now_s: float) -> SimReplica:
         """A replica begins to start; `ready_s` is when it will be. `u` in [0, 1) says which of the measured starts."""
         slot, starts, tier = self.all[placed.choice], function.starts, placed.tier
-        if starts.expected_s(tier) is None:
+        quick_s = starts.draw(u, POOL) if starts.expected_s(POOL) is not None else 0.0
+        if tier == LOADING:
+            taken_s = max(slot.loading[function.name] - now_s, 0.0) + quick_s
+        elif starts.expected_s(tier) is None:
             taken_s = starts.draw(u)
         else:
             taken_s = starts.draw(u, tier)
             others = slot.loads.get(tier, 0)
             if tier != POOL and self.cluster.link_shared and others:
-                quick_s = starts.draw(u, POOL) if starts.expected_s(POOL) is not None else 0.0
                 taken_s += max(taken_s - quick_s, 0.0) * others
+        if tier not in (POOL, LOADING):
+            slot.loading[function.name] = now_s + max(taken_s - quick_s, 0.0)
         replica = SimReplica(number, function, slot, placed.devices, tier, now_s, now_s + taken_s)
         for index in placed.devices:
             slot.empty -= not slot.residents[index]
@@ -160,7 +168,7 @@ class Slots:
         slot.replicas += 1
         slot.starting += 1
         slot.used[function.name] = slot.used.get(function.name, 0) + 1
-        if tier != POOL:
+        if tier not in (POOL, LOADING):
             slot.loads[tier] = slot.loads.get(tier, 0) + 1
         self.held += function.held_devices
         self._changed.add(slot.slot_id)
@@ -172,8 +180,9 @@ class Slots:
         slot.starting -= 1
         for index in replica.devices:
             slot.seen.pop(index, None)
-        if replica.tier != POOL:
+        if replica.tier not in (POOL, LOADING):
             slot.loads[replica.tier] -= 1
+            slot.loading.pop(replica.function.name, None)
         if ready:
             slot.hold(replica.function, self.cluster.pool_bytes)
         self._changed.add(slot.slot_id)
@@ -213,7 +222,7 @@ class Slots:
     def _bytes(self, function: SimFunction) -> int:
         return int(self.cluster.device_bytes * function.device_share)
 
-    def _home(self, slot: SimSlot, loss_s: Callable[[SimReplica], float] | None) -> SlotHome:
+    def _home(self, slot: SimSlot, loss_s: Callable[[SimReplica], float] | None, now_s: float) -> SlotHome:
         if loss_s is not None:
             devices = [self._device(residents, loss_s) for residents in slot.residents]
         else:
@@ -232,6 +241,7 @@ class Slots:
             pool=slot.holds[0],
             disk=slot.holds[1],
             bytes_per_s=self._bytes_per_s,
+            loading={name: max(until_s - now_s, 0.0) for name, until_s in slot.loading.items()},
             loads=dict(slot.loads),
         )
 
