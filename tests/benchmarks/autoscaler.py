@@ -2,7 +2,7 @@
 
 Two traces of 14 days (`autoscaler_load`): the first seven days to learn from, the last seven scored; each peer's own
 parameters are tuned on days 6 and 7 over `GRID`, its best ones at each weight are scored. Then the hours of language
-models, traffic made to mislead forecasts, how fast a simulation is, and one round of decisions for 10,000 functions.
+models, traffic made to mislead forecasts, how fast a simulation is (in CPU time: machines are shared), and one round of decisions for 10,000 functions.
 Limits: every simulation is of one seed; the oracle is a strong plan, and a bound only where devices suffice.
 """
 
@@ -95,7 +95,7 @@ def policy_of(told: str, workload: Workload) -> Policy:
 
 
 def run(job: Job) -> dict[str, Any]:
-    load, begin_s = _LOADS[job.load], time.perf_counter()
+    load, begin_s = _LOADS[job.load], time.process_time()
     prices = Prices(job.weight)
     if job.policy == "oracle":
         # What n replicas throughout would come to is the same at every weight, and kept by the process.
@@ -112,7 +112,9 @@ def run(job: Job) -> dict[str, Any]:
         result = simulate(
             load.workload, CLUSTER, policy, 0, prices, begin_s=job.begin_s, since_s=job.since_s, until_s=job.until_s
         )
-    return {"job": job, "wall_s": time.perf_counter() - begin_s, **summary(result)}
+    cpu_s = time.process_time() - begin_s
+    print(f"{job.load} {job.policy} at {job.weight:g}: {cpu_s:.1f} s of CPU", file=sys.stderr, flush=True)
+    return {"job": job, "cpu_s": cpu_s, **summary(result)}
 
 
 def summary(result: Result) -> dict[str, Any]:
@@ -250,14 +252,14 @@ def compare(load: Load, quick: bool) -> tuple[bool, dict[str, Any]]:
                     f"{weight:g}", name, told, f"{found['objective'][weight]:,.0f}", f"{found['idle_device_s']:,.0f}",
                     f"{found['waited_s']:,.0f}", f"{found['p50_s']:.2f}", f"{found['p99_s']:.2f}",
                     found["starts"], found["restarts"][weight], found["stopped_before_ready"], found["refused"],
-                    f"{found['wall_s']:.0f}",
+                    f"{found['cpu_s']:.0f}",
                 ]
             )  # fmt: skip
     report.table(
         f"{load.name}: J = idle device-seconds + weight x seconds waited; "
         f"{results['stoker'][WEIGHTS[0]]['requests']:,} requests",
         ["weight", "policy", "tuned", "J", "idle device-s", "waited s", "p50", "p99", "starts", "restarts",
-         "unready", "refused", "wall s"],
+         "unready", "refused", "CPU s"],
         rows,
     )  # fmt: skip
     for weight in WEIGHTS:
@@ -365,10 +367,10 @@ def _timed(job: tuple[str, str, float]) -> tuple[float, float, int]:
     workload = load.workload.between(0.0, load.length_s * share)
     policy: Policy = Fixed(1) if told == "fixed" else policy_of(told, workload)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    begin_s = time.perf_counter()
+    begin_s = time.process_time()
     simulate(workload, CLUSTER, policy, until_s=load.length_s * share)
     return (
-        time.perf_counter() - begin_s,
+        time.process_time() - begin_s,
         (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024.0,
         len(workload),
     )
@@ -417,9 +419,15 @@ def main(quick: bool) -> bool:
     held, results["round"] = round_of_decisions(*((1000, 100) if quick else (10_000, 1000)))
     holds &= held
     wall_s = time.perf_counter() - begin_s
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    cpu_s = sum(each.ru_utime + each.ru_stime for each in used)
     limit_s = 300 if quick else 3600
-    holds &= report.verdict("the whole within its time", wall_s < limit_s, f"{wall_s:.0f} of {limit_s} s")
-    report.save("autoscaler", {"weights": WEIGHTS, "cluster": str(CLUSTER), "wall_s": wall_s, **results})
+    holds &= report.verdict(
+        "the whole within its time", wall_s < limit_s, f"{wall_s:.0f} of {limit_s} s, {cpu_s:.0f} s of CPU"
+    )
+    report.save(
+        "autoscaler", {"weights": WEIGHTS, "cluster": str(CLUSTER), "wall_s": wall_s, "cpu_s": cpu_s, **results}
+    )
     return holds
 
 
