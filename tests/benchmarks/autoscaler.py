@@ -2,7 +2,8 @@
 
 Two traces of 14 days (`autoscaler_load`): the first seven days to learn from, the last seven scored; each peer's own
 parameters are tuned on days 6 and 7 over `GRID`, its best ones at each weight are scored. Then the hours of language
-models, traffic made to mislead forecasts, how fast a simulation is (in CPU time: machines are shared), and one round of decisions for 10,000 functions.
+models, traffic made to mislead forecasts, how fast a simulation is (in CPU time, as machines are shared), and one round
+of decisions for 10,000 functions.
 Limits: every simulation is of one seed; the oracle is a strong plan, and a bound only where devices suffice.
 """
 
