@@ -75,11 +75,11 @@ def bursting(observed: Observed) -> bool:
 def expected_rates(observed: Observed, seconds: float, now_s: float) -> tuple[float, float]:
     """Arrivals a second to expect until a start is over, and in the `HORIZON_S` after it.
 
-    What came within the last t seconds goes on for a while that is not known, as a rule for `GOES_ON` times as long as it
-    has lasted, and ever less after that (n arrivals in t give n g ln(1 + h/tg) in the next h: durations of a Lomax law,
-    whose rests grow with their age). The most counts of what says the queue,
-    all of which came since the first of it did (a standard deviation less, so that few say little), ten seconds,
-    thirty and sixty. So a batch that came at one moment is no flood, and a flood is known before ten seconds have passed.
+    What came within the last t seconds goes on for a while that is not known, as a rule for `GOES_ON` times as long as
+    it has lasted, and ever less after that: n arrivals in t give n g ln(1 + h/tg) in the next h (durations of a Lomax
+    law, whose rests grow with their age). The most counts of what says the queue, all of which came since the first of
+    it did (a standard deviation less, so that few say little), ten seconds, thirty and sixty. So a batch that came at
+    one moment is no flood, and a flood is known before ten seconds have passed.
     """
     soon = later = 0.0
     whole = seconds + HORIZON_S

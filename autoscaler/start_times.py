@@ -15,6 +15,8 @@ from typing import Final
 
 KEPT: Final = 64
 TOTAL: Final = "total"
+END: Final = "end"
+"""From an idle replica's being told to end to its process's being gone: the devices are held for so long as well."""
 TIERS: Final = ("device", "pool", "disk", "peer", "store", "none")
 """Best first."""
 

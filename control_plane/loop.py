@@ -242,6 +242,8 @@ class ControlLoop:
             self.starting.failed(key, status, leads=self.leads)
         if status.state is ReplicaState.DRAINING or status.state in GONE:
             self.starting.left(key, status)
+        if status.state is ReplicaState.ENDED and status.ready_us and self.leads:
+            self.observations.ended(status)
         self._seating.replica_changed(status)
         self.poke(key)
 

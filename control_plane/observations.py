@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
-from autoscaler.start_times import TOTAL, StartTimes
+from autoscaler.start_times import END, TOTAL, StartTimes
 from control_plane.errors import StokerError
 from control_plane.lanes import FunctionKey
 from control_plane.load_meter import PAUSE_S, WINDOW_S, LoadMeter
@@ -40,6 +40,7 @@ UNWRITTEN_MAX: Final = 30
 TOLD_MAX: Final = 30
 """Windows that wait for what earlier leaders knew."""
 SPANS_KEPT: Final = 256
+_LEAVING: Final = frozenset({"flush", "exit"})
 _FARTHEST: Final = ("store", "peer", "disk", "pool", "device")
 
 
@@ -194,6 +195,14 @@ class Observations:
             load.starts.note(tier, stage.name, stage.duration_us / 1e6)
         load.starts.note(tier, TOTAL, (status.ready_us - status.created_us) / 1e6)
         load.starts_changed = True
+
+    def ended(self, status: ReplicaStatus) -> None:
+        """A replica that was ready is gone: how long its process took for that, what it still ran not counted."""
+        seconds = sum(stage.duration_us for stage in status.stages if stage.name in _LEAVING) / 1e6
+        load = self._made((status.spec.tenant, status.function)) if self.restored and seconds else None
+        if load is not None:
+            load.starts.note("none", END, seconds)
+            load.starts_changed = True
 
     # --- windows ---
 

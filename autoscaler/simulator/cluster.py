@@ -4,9 +4,9 @@ Where a start goes is `placement.place`'s to say, as it is live. Pools hold weig
 of the slot uses, the least recently used go first. What a start takes is drawn from what was measured from the tier
 that placement chose; loads of a slot from one tier share its link, so what such a start takes longer than one from the
 pool is multiplied by the loads there are when it begins. Replicas of one checkpoint that start in a slot at once load
-it once, as a pool does: who comes later waits for the load that is under way. Limits: a slot's disk holds all that it ever loaded; replicas
-that share a device do not slow each other down; a pool is read by its own slot, or as the tier "peer" where starts
-from there were measured.
+it once, as a pool does: who comes later waits for the load that is under way. Limits: a slot's disk holds all that it
+ever loaded; replicas that share a device do not slow each other down; a pool is read by its own slot, or as the tier
+"peer" where starts from there were measured.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Events are arrivals (an ordered array) and, in a heap, replicas that become ready or are gone, moments that the policy
 named, and functions that may be idle. Ends of requests are no events (`state`). The k-th start of a function draws the
 same number under every policy, so that policies meet the same luck. Two million requests take about half a minute.
-Limits: a stop frees its devices at once when its last request has ended; deciding takes no time.
+Limits: deciding takes no time.
 """
 
 from __future__ import annotations
@@ -324,9 +324,11 @@ class Simulation:
         function.open.remove(replica)
         function.stopped_s = now_s
         self._results[function.index].stops += self.since_s <= now_s < self.until_s
-        if replica.heap:
+        ends_s = function.function.ends_s
+        if replica.heap or ends_s:
             function.closed.append(replica)
-            self._push(function.drained_s(replica) + SOON_S, GONE, function, replica)
+            drained_s = function.drained_s(replica) + SOON_S if replica.heap else now_s
+            self._push(drained_s + ends_s, GONE, function, replica)
         else:
             self._release(function, replica, now_s)
         function.settle()
@@ -399,11 +401,14 @@ class Simulation:
             left = sum(each[3] >= self._first_scored for each in function.queue)
             result.requests = function.scored_requests
             result.refused = function.scored_refused + left
-            result.waited_s = function.waited_s
+            result.waited_s = function.waited_s + function.function.way_s * (result.requests - result.refused)
             result.cold_requests = function.cold_requests
             result.busy_device_s = function.busy_s * function.function.held_devices
             result.full_batch_device_s = float(constants[function.index])
         waits = np.frombuffer(self._waits, dtype=np.float32) if len(self._waits) else np.zeros(0, dtype=np.float32)
+        ways_s = np.asarray([function.function.way_s for function in self.functions], dtype=np.float32)
+        if ways_s.any():
+            waits = waits + ways_s[self._scored.function]
         return Result(
             policy=self.policy.name,
             since_s=float(self._series[0][0]) if self._series else 0.0,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Final
 
-from autoscaler.admission import Load, Server, judge, line_up
+from autoscaler.admission import Line, Load, Server, judge, line_up
 from autoscaler.choosing import Choosing
 from autoscaler.cold_waiters import ColdWaiters
 from autoscaler.decision import Decision, Observed, Phase, Reason, ReplicaView, ScalingSpec
@@ -38,6 +38,8 @@ IDLE_LOOK_S: Final = 0.5
 GAPS_KEPT: Final = 64
 STARTS_KEPT: Final = 16
 WANTED_S: Final = 60.0
+LINE_S: Final = 0.05
+"""How old the line of places may be by which admission judges, as live (`control_plane.objectives`)."""
 
 
 @dataclass(slots=True)
@@ -59,6 +61,8 @@ class _Known:
     waiters: ColdWaiters = field(default_factory=ColdWaiters)
     start_s: float = 0.0
     start_high_s: float = 0.0
+    lined: tuple[float, int, int, Line] | None = None
+    """When places were last lined up, with how many ready and starting replicas."""
 
 
 class Stoker(Asked):
@@ -82,6 +86,7 @@ class Stoker(Asked):
                 min_replicas=function.min_replicas,
                 max_replicas=function.max_replicas,
                 target_concurrency=function.target_concurrency or None,
+                keep_alive_s=function.keep_alive_s,
                 waiting_weight=prices.waiting_weight,
                 devices=function.held_devices,
                 restarts_per_hour=self._restarts_per_hour,
@@ -109,20 +114,29 @@ class Stoker(Asked):
     def admits(self, view: View, prompt_tokens: int, output_tokens: int, now_s: float) -> bool:
         """Early refusal as live. Of outputs no more is known than their mean: half of it is left of what runs."""
         known = self._known[view.index]
+        ahead = view.waiting - 1  # the one that is asked about is the last
+        line = self._line(known, view, now_s)
+        return not judge(line, known.function.service, prompt_tokens, ahead, known.function.objective_s).refused
+
+    def _line(self, known: _Known, view: View, now_s: float) -> Line:
+        lined = known.lined
+        if lined is not None and now_s - lined[0] < LINE_S and lined[1:3] == (view.ready, view.starting):
+            return lined[3]
         service = known.function.service
         prompts, outputs = self._tokens(known, view)
-        running = view.running_by_replica()
         load = Load(
             service,
             tuple(
-                Server((outputs / 2,) * each, service.full_batch(round(prompts), round(outputs))) for each in running
+                Server((outputs / 2,) * each, service.full_batch(round(prompts), round(outputs)))
+                for each in view.running_by_replica()
             ),
             (known.start_s / 2,) * view.starting,
             max(prompts, 1.0),
             max(outputs, 1.0),
         )
-        ahead = view.waiting - 1  # the one that is asked about is the last
-        return not judge(line_up(load), service, prompt_tokens, ahead, known.function.objective_s).refused
+        line = line_up(load)
+        known.lined = (now_s, view.ready, view.starting, line)
+        return line
 
     def loss_s(self, view: View, now_s: float) -> float | None:
         known = self._known[view.index]

@@ -40,9 +40,15 @@ class SimFunction:
     """Of each of its devices: below 1 where several functions share a device's memory."""
     min_replicas: int = 0
     max_replicas: int = 8
-    target_concurrency: int = 0
+    target_concurrency: float = 0
     """0: the service model's `max_requests`."""
     priority: int = 0
+    keep_alive_s: float | None = None
+    """Where the function sets a number."""
+    ends_s: float = 0.0
+    """Seconds that a replica's devices are held after it was told to end and has nothing left to do."""
+    way_s: float = 0.0
+    """Seconds of each request's time to its first token that are spent on the way to the replica and back."""
 
     @property
     def held_devices(self) -> float:

@@ -17,7 +17,7 @@ import numpy as np
 
 from autoscaler.service import ServiceModel
 from autoscaler.simulator.workload import SimFunction
-from autoscaler.start_times import StartTimes
+from autoscaler.start_times import END, StartTimes
 from control_plane.client import Client
 from control_plane.errors import InvalidRequest
 from control_plane.simulation.sizes import OBJECTIVE_S, Size
@@ -29,6 +29,9 @@ SAMPLES_MOST: Final = 20_000
 DECODED_LEAST: Final = 4
 """Tokens below which a request says little about steps."""
 PREFILL_SHARE_LEAST: Final = 0.1
+WAY_QUANTILE: Final = 0.25
+TARGET: Final = 8.0
+"""`scaling.target_concurrency` of a spec that does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,7 @@ def _function(told: dict[str, Any], table: np.ndarray[Any, np.dtype[np.int64]], 
         service = ASSUMED.service()
         notes.append(f"{told['name']}: too few requests to know its speed; taken for a {ASSUMED.parameters_b:g}B model")
     starts = _starts(told)
+    ends_s = starts.quantile_s(0.5, None, END) or 0.0
     if not starts.measured:
         starts = ASSUMED.starts()
         notes.append(f"{told['name']}: never started; start times of a {ASSUMED.parameters_b:g}B model are taken")
@@ -106,6 +110,10 @@ def _function(told: dict[str, Any], table: np.ndarray[Any, np.dtype[np.int64]], 
         objective_s=OBJECTIVE_S,
         min_replicas=int(scaling.get("min_replicas", 0)),
         max_replicas=int(scaling.get("max_replicas", 1)),
+        target_concurrency=float(scaling.get("target_concurrency", TARGET) or 0),
+        keep_alive_s=None if (kept := scaling.get("keep_alive", "auto")) == "auto" else float(kept),
+        ends_s=ends_s,
+        way_s=way_of(table),
     )
 
 
@@ -116,6 +124,17 @@ def _starts(told: dict[str, Any]) -> StartTimes:
     except ValueError:
         measured = StartTimes()
     return measured if measured.measured else StartTimes.of(told["starts_s"])
+
+
+def way_of(table: np.ndarray[Any, np.dtype[np.int64]]) -> float:
+    """Seconds of a request's time to its first token in which neither was it computed nor did it wait for a place: of
+    those that waited least, as most of a quiet function's requests meet a start."""
+    created_us, _, _, _, first_us, _, prefill_us = table[-SAMPLES_MOST:, :7].T.astype(np.float64)
+    answered = (first_us > 0) & (prefill_us > 0)
+    if not answered.any():
+        return 0.0
+    way_us = first_us[answered] - created_us[answered] - prefill_us[answered]
+    return max(float(np.quantile(way_us, WAY_QUANTILE)), 0.0) / 1e6
 
 
 def service_of(table: np.ndarray[Any, np.dtype[np.int64]], max_requests: int) -> ServiceModel | None:

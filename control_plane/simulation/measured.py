@@ -37,6 +37,10 @@ class _Function(msgspec.Struct):
     max_requests: _Count
     kv_tokens: Annotated[int, msgspec.Meta(ge=0)]
     starts: Any
+    target_concurrency: float = 0.0
+    keep_alive_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    ends_s: _AtLeastZero = 0.0
+    way_s: _AtLeastZero = 0.0
 
 
 def beside(path: Path) -> Path:
@@ -50,7 +54,7 @@ def write_measured(path: Path, functions: Sequence[SimFunction]) -> None:
             each.tenant, each.name, each.model_bytes, each.devices, each.objective_s, each.min_replicas,
             each.max_replicas, each.service.prefill_tokens_per_s, each.service.step_base_s,
             each.service.step_per_request_s, each.service.step_per_context_token_s, each.service.max_requests,
-            each.service.kv_tokens, _json(each),
+            each.service.kv_tokens, _json(each), each.target_concurrency, each.keep_alive_s, each.ends_s, each.way_s,
         )
         for each in functions
     ]  # fmt: skip
@@ -89,5 +93,6 @@ def _made(told: _Function) -> SimFunction:
         raise ValueError(f"{told.name}: no start was measured")
     return SimFunction(
         told.name, told.tenant, told.model_bytes, service, starts, told.devices, told.objective_s,
-        min_replicas=told.min_replicas, max_replicas=told.max_replicas,
+        min_replicas=told.min_replicas, max_replicas=told.max_replicas, target_concurrency=told.target_concurrency,
+        keep_alive_s=told.keep_alive_s, ends_s=told.ends_s, way_s=told.way_s,
     )  # fmt: skip

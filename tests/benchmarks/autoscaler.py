@@ -412,6 +412,7 @@ def main(quick: bool) -> bool:
     for name in list(_LOADS):
         held, results[name] = compare(_LOADS[name], quick)
         holds &= held
+        report.save("autoscaler", {"whole": False, "weights": WEIGHTS, "cluster": str(CLUSTER), **results})
     results["hours"] = compare_hours(results["servegen"]["tuned"])
     held, results["misleading"] = compare_misleading(quick)
     holds &= held

@@ -20,7 +20,7 @@ NEVER: Final = float("inf")
 
 def room_of(function: SimFunction) -> int:
     """Requests one replica takes at once."""
-    return function.target_concurrency or function.service.max_requests
+    return round(function.target_concurrency) or function.service.max_requests
 
 
 class Peak:

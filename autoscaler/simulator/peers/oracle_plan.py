@@ -6,7 +6,8 @@ replica is held over the gap or let go and started again in time, whichever cost
 segments and replicas finds the cheapest sequence (Bellman, 1957; the gaps alone are ski rental with hindsight).
 A request at zero is never made to wait for a later one: starting at once is the rule for every policy here.
 Limits: what waits at the end of a segment is counted at the replica count of that segment; the start of a replica is
-ordered by the distribution of starts, not by the start that will be drawn.
+ordered by the distribution of starts, not by the start that will be drawn; above `EACH_TO` replicas only each count
+that is a third or so more than the one before is tried.
 """
 
 from __future__ import annotations
@@ -23,11 +24,20 @@ from autoscaler.service import ServiceModel
 from autoscaler.simulator.workload import SimFunction, Workload
 
 DRAWS: Final = 64
+EACH_TO: Final = 6
 CUT_S: Final = 10.0
 """Steady load is planned in pieces of at least this length."""
 
 Waits = Callable[[int], NDArray[np.float64]]
 """Seconds to each request's first token with so many replicas throughout."""
+
+
+def counts(most: int) -> list[int]:
+    """Replica counts that a plan chooses from."""
+    found = list(range(1, min(most, EACH_TO) + 1))
+    while found[-1] < most:
+        found.append(min(-(-found[-1] * 4 // 3), most))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +86,12 @@ def plan_for(workload: Workload, waits: Waits, weight: float, most: int | None =
         return Plan([], [], start)
     hold_s = start.device_s / function.held_devices
     segments = _cut(arrival_s, max(hold_s / 4, 1.0), max(hold_s, CUT_S))
-    costs, ends = _costs(workload, segments, waits, weight, start, most)
-    levels = [1] * len(segments.first) if costs.shape[1] == 1 else _cheapest(segments, costs, ends, start, function)
-    return _moments(segments, levels, ends, start, hold_s)
+    tried = counts(max(function.max_replicas if most is None else min(most, function.max_replicas), 1))
+    costs, ends = _costs(workload, segments, waits, weight, start, tried)
+    columns = [0] * len(segments.first)
+    if costs.shape[1] > 1:
+        columns = _cheapest(segments, costs, ends, start, function, tried)
+    return _moments(segments, columns, tried, ends, start, hold_s)
 
 
 def _cut(arrival_s: NDArray[np.float64], gap_s: float, length_s: float) -> _Segments:
@@ -98,20 +111,19 @@ def _costs(
     waits: Waits,
     weight: float,
     start: StartCost,
-    most: int | None,
+    tried: list[int],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """By segment and replicas: device-seconds and weighted waits; and when its last request ends."""
     function = workload.functions[0]
-    limit = function.max_replicas if most is None else min(most, function.max_replicas)
     columns: list[NDArray[np.float64]] = []
     ended: list[NDArray[np.float64]] = []
     following_s = np.append(segments.begin_s[1:], np.inf)
-    before_s = np.inf
-    for replicas in range(1, max(limit, 1) + 1):
+    before_s, fewer = np.inf, 0
+    for replicas in tried:
         waited_s = waits(replicas)
-        if columns and weight * (before_s - float(waited_s.sum())) < start.device_s:
-            break  # one more replica would not even earn its first start
-        before_s = float(waited_s.sum())
+        if columns and weight * (before_s - float(waited_s.sum())) < start.device_s * (replicas - fewer):
+            break  # the next replicas would not even earn their first start
+        before_s, fewer = float(waited_s.sum()), replicas
         end_s = ends_of(workload, waited_s, replicas, function.service)
         segment_end_s = np.maximum.accumulate(np.maximum.reduceat(end_s, segments.first))
         held_until_s = np.minimum(segment_end_s, following_s)
@@ -147,12 +159,13 @@ def _cheapest(
     ends: NDArray[np.float64],
     start: StartCost,
     function: SimFunction,
+    tried: list[int],
 ) -> list[int]:
-    """Replicas of each segment, by dynamic programming forward and the choices traced back."""
+    """The column of each segment, by dynamic programming forward and the choices traced back."""
     levels = costs.shape[1]
     device, order = function.held_devices, start.device_s
     begin_s, cost_rows, end_rows = segments.begin_s.tolist(), costs.tolist(), ends.tolist()
-    reached = [order * (level + 1) + cost_rows[0][level] for level in range(levels)]
+    reached = [order * tried[level] + cost_rows[0][level] for level in range(levels)]
     came_from: list[list[int]] = []
     span = range(levels)
     for place in range(1, len(begin_s)):
@@ -163,9 +176,9 @@ def _cheapest(
             best, choice = float("inf"), 0
             for before in span:
                 total = reached[before] + (
-                    (level + 1) * kept[before]
+                    tried[level] * kept[before]
                     if level <= before
-                    else (before + 1) * kept[before] + (level - before) * order
+                    else tried[before] * kept[before] + (tried[level] - tried[before]) * order
                 )
                 if total < best:
                     best, choice = total, before
@@ -178,21 +191,26 @@ def _cheapest(
     for choices in reversed(came_from):
         level = choices[level]
         chosen.append(level)
-    return [level + 1 for level in reversed(chosen)]
+    return chosen[::-1]
 
 
 def _moments(
-    segments: _Segments, levels: list[int], ends: NDArray[np.float64], start: StartCost, hold_s: float
+    segments: _Segments,
+    columns: list[int],
+    tried: list[int],
+    ends: NDArray[np.float64],
+    start: StartCost,
+    hold_s: float,
 ) -> Plan:
     """Each segment's replicas from a lead before it begins until it ends, and over gaps that are held."""
     begin_s = segments.begin_s.tolist()
     spans: list[tuple[float, float, int]] = []
-    for place, level in enumerate(levels):
-        until_s = float(ends[place, level - 1])
-        if place + 1 < len(levels):
+    for place, column in enumerate(columns):
+        level, until_s = tried[column], float(ends[place, column])
+        if place + 1 < len(columns):
             following_s = begin_s[place + 1]
             if following_s - until_s <= hold_s:
-                shared = min(level, levels[place + 1])
+                shared = min(level, tried[columns[place + 1]])
                 if until_s < following_s:
                     spans.append((until_s, following_s, shared))
         spans.append((begin_s[place] - start.lead_s, until_s, level))
