@@ -43,6 +43,7 @@ def fault_of(observed: Observed, now_s: float) -> str:
                 observed.first_token_s,
                 observed.token_s,
                 observed.arrivals_in_10_s,
+                observed.arrivals_in_30_s,
                 observed.arrivals_in_60_s,
                 observed.may_have,
             )

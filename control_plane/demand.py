@@ -47,6 +47,7 @@ class Elsewhere:
     running: dict[str, int] = field(default_factory=dict)
     gaps_s: tuple[float, ...] = ()
     arrivals_in_10_s: int = 0
+    arrivals_in_30_s: int = 0
     arrivals_in_60_s: int = 0
     first_token_s: float | None = None
     """The longest of any gateway's."""
@@ -83,7 +84,7 @@ class Demand:
     def _lane(self, lane: Lane, now_s: float) -> LaneDemand:
         tenant, function = lane.key
         recent = self._load.recent(lane.key)
-        in_10_s, in_60_s = recent.arrivals(now_s)
+        in_10_s, in_30_s, in_60_s = recent.arrivals(now_s)
         return LaneDemand(
             tenant=tenant,
             function=function,
@@ -97,6 +98,7 @@ class Demand:
             gaps_s=tuple(lane.gaps_s),
             deferred=lane.deferred(),
             arrivals_in_10_s=in_10_s,
+            arrivals_in_30_s=in_30_s,
             arrivals_in_60_s=in_60_s,
             first_token_s=recent.mean_s(recent.first_tokens, now_s),
             token_s=recent.mean_s(recent.tokens, now_s),
@@ -145,6 +147,7 @@ class Demand:
                 found.deferred += lane.deferred
                 # Arrivals are counted by function: every lane of it tells the same.
                 found.arrivals_in_10_s = max(found.arrivals_in_10_s, lane.arrivals_in_10_s)
+                found.arrivals_in_30_s = max(found.arrivals_in_30_s, lane.arrivals_in_30_s)
                 found.arrivals_in_60_s = max(found.arrivals_in_60_s, lane.arrivals_in_60_s)
                 found.first_token_s = longest(found.first_token_s, lane.first_token_s)
                 found.token_s = longest(found.token_s, lane.token_s)

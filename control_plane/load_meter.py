@@ -92,10 +92,11 @@ class Recent:
             self._counts[passed % 60] = 0
         self._second = max(self._second, second)
 
-    def arrivals(self, now_s: float) -> tuple[int, int]:
-        """Within the last 10 s and 60 s."""
+    def arrivals(self, now_s: float) -> tuple[int, int, int]:
+        """Within the last 10 s, 30 s and 60 s."""
         self._turn(int(now_s))
-        return sum(self._counts[(self._second - ago) % 60] for ago in range(10)), sum(self._counts)
+        lately = [self._counts[(self._second - ago) % 60] for ago in range(30)]
+        return sum(lately[:10]), sum(lately), sum(self._counts)
 
     @staticmethod
     def mean_s(measured: deque[tuple[float, float]], now_s: float) -> float | None:

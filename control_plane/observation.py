@@ -154,7 +154,7 @@ class Observation:
         for each in lanes:
             waiting_since_s = earliest(waiting_since_s, each.waiting_since_s)
         load, recent = self.loads(key), self._dispatcher.load.recent(key)
-        in_10_s, in_60_s = recent.arrivals(now_s)
+        in_10_s, in_30_s, in_60_s = recent.arrivals(now_s)
         restarts, restart_leaves_s = self.restarts(key, now_s)
         cold_start_s = self._serving.cold_start_s(target.identity or "")
         gaps_s = (tuple(lane.gaps_s) if lane is not None else ()) + elsewhere.gaps_s
@@ -184,6 +184,7 @@ class Observation:
             waiting_since_s=waiting_since_s,
             cold_waiters=cold.mean,
             arrivals_in_10_s=in_10_s + elsewhere.arrivals_in_10_s,
+            arrivals_in_30_s=in_30_s + elsewhere.arrivals_in_30_s,
             arrivals_in_60_s=in_60_s + elsewhere.arrivals_in_60_s,
             peaks=peaks.steps(),
             restarts_in_hour=restarts,

@@ -67,6 +67,7 @@ class LaneDemand(msgspec.Struct, frozen=True):
     token_s: float | None = None
     waiting_tokens: int = 0
     running_tokens: int = 0
+    arrivals_in_30_s: int = 0
     waited_s: float | None = None
     """By the one who waits longest; None: nobody does, or it is not told."""
 

@@ -195,7 +195,16 @@ def test_a_queue_tells_of_a_burst_before_ten_seconds_have_passed() -> None:
     few, many = seen(waiting=3, waiting_since_s=NOW_S), seen(waiting=30, waiting_since_s=NOW_S - 2)
     assert expected_rates(few, 6.0, NOW_S) == (0.0, 0.0), "three are no rate"
     soon, later = expected_rates(many, 6.0, NOW_S)
-    assert 0 < later < soon < 15, "it goes on for about as long as it has lasted"
+    assert 0 < later < soon < 15, "it goes on for some times as long as it has lasted"
+
+
+def test_a_flood_that_goes_on_is_expected_to_go_on() -> None:
+    """A hundred a second for the last half minute, and nothing before: most of that is expected while a start lasts."""
+    flood = seen(arrivals_in_10_s=1000, arrivals_in_30_s=3000, arrivals_in_60_s=3000)
+    soon, later = expected_rates(flood, 15.0, NOW_S)
+    assert 90 < soon < 100 and 60 < later < soon
+    batch = seen(arrivals_in_10_s=1000, arrivals_in_30_s=1000, arrivals_in_60_s=1000)
+    assert expected_rates(batch, 15.0, NOW_S)[0] < soon, "what has lasted for ten seconds is less sure"
 
 
 def test_quota_bounds_what_is_started_and_not_what_is_there() -> None:
