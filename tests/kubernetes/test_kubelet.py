@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import subprocess
 import urllib.request
 from typing import Any
 
+import aiohttp
 import pytest
 
 from tests.kubernetes import tools
 from tests.kubernetes.apiserver.errors import ApiError
+from tests.kubernetes.client import Access, path_of
 from tests.kubernetes.cluster import TestCluster
 from tests.kubernetes.kubelet import processes
 
@@ -97,6 +101,45 @@ def gone(cluster: TestCluster, name: str, namespace: str) -> bool:
     return all(each["metadata"]["name"] != name for each in cluster.api.list("pods", namespace))
 
 
+def forwarded(cluster: TestCluster, namespace: str) -> bytes:
+    """What the service says through `kubectl port-forward`, asked twice over one tunnel."""
+    command = [tools.kubectl(), "port-forward", "-n", namespace, "svc/web", ":80"]
+    with subprocess.Popen(
+        command, env=cluster.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as forward:
+        try:
+            assert forward.stdout is not None
+            line = forward.stdout.readline()
+            found = re.search(r"127\.0\.0\.1:(\d+) -> 7070", line)
+            assert found is not None, line
+            answers = []
+            for _ in range(2):
+                with urllib.request.urlopen(f"http://127.0.0.1:{found[1]}/a.txt", timeout=20) as answer:
+                    answers.append(bytes(answer.read()))
+        finally:
+            forward.terminate()
+    assert answers[0] == answers[1]
+    return answers[0]
+
+
+async def channelled(cluster: TestCluster, namespace: str, name: str) -> bytes:
+    """The same, over the channels that the Python client speaks."""
+    access = Access.of_kubeconfig(cluster.admin_kubeconfig)
+    path = path_of("pods", namespace, name, "portforward")
+    async with (
+        aiohttp.ClientSession(access.url, headers=access.headers()) as session,
+        session.ws_connect(
+            path, params={"ports": "7070"}, protocols=("v4.channel.k8s.io",), ssl=access.context()
+        ) as socket,
+    ):
+        assert [await socket.receive_bytes() for _ in range(2)] == [b"\x00\x9e\x1b", b"\x01\x9e\x1b"]
+        await socket.send_bytes(b"\x00GET /a.txt HTTP/1.0\r\n\r\n")
+        said = b""
+        async for message in socket:
+            said += message.data[1:]
+    return said
+
+
 def test_a_deployment_serves_behind_its_service(live_cluster: TestCluster, live_namespace: str) -> None:
     """Volumes, environment, probes, endpoints, names of services, logs and an orderly end, in one."""
     live_cluster.apply(WEB, live_namespace)
@@ -119,11 +162,20 @@ def test_a_deployment_serves_behind_its_service(live_cluster: TestCluster, live_
     script = "cat /etc/hosts /var/run/secrets/kubernetes.io/serviceaccount/namespace; hostname; touch /usr/x"
     _, output = live_cluster.kubelet.execute(name, ["sh", "-c", script], live_namespace)
     assert f"web.{live_namespace}.svc" in output and name in output and "Read-only file system" in output
+    live_cluster.api.patch("configmaps", "files", {"data": {"a.txt": "changed"}}, live_namespace)
+
+    def shown() -> bytes:
+        with urllib.request.urlopen(f"{url}/a.txt", timeout=20) as answer:
+            return bytes(answer.read())
+
+    live_cluster.wait(lambda: shown() == b"changed", "the ConfigMap's new text in its volume")
     logs = subprocess.run(
         [tools.kubectl(), "logs", "-n", live_namespace, "deploy/web"],
         env=live_cluster.environment(), capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert '"GET /a.txt HTTP/1.1" 200' in logs.stdout, logs.stderr
+    assert forwarded(live_cluster, live_namespace) == b"changed"
+    assert asyncio.run(channelled(live_cluster, live_namespace, name)).endswith(b"changed")
     live_cluster.api.delete("deployments", "web", live_namespace, propagationPolicy="Foreground")
     live_cluster.wait(lambda: not live_cluster.api.list("pods", live_namespace), "no pod left")
     with pytest.raises(OSError):

@@ -1,17 +1,11 @@
 """What the server hands on to a node: logs from its kubelet, and connections to a pod's ports.
 
 Upstream: `pkg/registry/core/pod/rest/{log,subresources}.go`; the kubelet's `/containerLogs`:
-`pkg/kubelet/server/server.go`; port-forwarding over websockets, protocol `v4.channel.k8s.io`:
-`kubelet/pkg/cri/streaming/portforward/websocket.go`.
-
-Limits: connections are made to the pod's address by the server itself; the SPDY framing that kubectl tunnels through
-its websocket is not spoken (the Python client's protocol is).
+`pkg/kubelet/server/server.go`; port-forwarding is in `forwarding`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import struct
 from typing import Any
 
 import aiohttp
@@ -19,10 +13,10 @@ from aiohttp import web
 
 from tests.kubernetes.apiserver.calls import Call
 from tests.kubernetes.apiserver.errors import ApiError, bad_request
+from tests.kubernetes.apiserver.forwarding import CHANNELS, TUNNEL, Channels, Tunnel
 from tests.kubernetes.apiserver.registry import Registry
 
 Object = dict[str, Any]
-_PROTOCOL = "v4.channel.k8s.io"
 _LOG_OPTIONS = ("follow", "previous", "sinceSeconds", "sinceTime", "timestamps", "tailLines", "limitBytes")
 
 
@@ -96,68 +90,13 @@ class NodeProxy:
                 f"status={(pod.get('status') or {}).get('phase')}"
             )
         offered = request.headers.get("Sec-WebSocket-Protocol", "")
-        if _PROTOCOL not in offered:
+        if TUNNEL in offered:
+            return await Tunnel(address).run(request)
+        if CHANNELS not in offered:
             raise bad_request(
-                f"unable to upgrade: this server forwards ports by the websocket protocol {_PROTOCOL} only"
+                f"unable to upgrade: ports are forwarded by the websocket protocols {TUNNEL} and {CHANNELS}"
             )
         ports = [int(part) for each in request.query.getall("ports", []) for part in each.split(",")]
         if not ports:
             raise bad_request('query parameter "ports" is required')
-        socket = web.WebSocketResponse(protocols=(_PROTOCOL,), max_msg_size=0)
-        await socket.prepare(request)
-        forward = _Forward(socket, address, ports)
-        await forward.run()
-        return socket
-
-
-class _Forward:
-    """Of each port two channels: data and errors; the first message of each names the port."""
-
-    def __init__(self, socket: web.WebSocketResponse, address: str, ports: list[int]) -> None:
-        self._socket = socket
-        self._address = address
-        self._ports = ports
-        self._writers: dict[int, asyncio.StreamWriter] = {}
-        # Every port is connected, or was refused.
-        self._opened = asyncio.Event()
-
-    async def run(self) -> None:
-        for at, port in enumerate(self._ports):
-            for channel in (2 * at, 2 * at + 1):
-                await self._socket.send_bytes(bytes([channel]) + struct.pack("<H", port))
-        tasks = [asyncio.create_task(self._outward(at, port)) for at, port in enumerate(self._ports)]
-        try:
-            await asyncio.gather(*tasks, self._inward())
-        finally:
-            for task in tasks:
-                task.cancel()
-            for writer in self._writers.values():
-                writer.close()
-
-    async def _inward(self) -> None:
-        async for message in self._socket:
-            if message.type != aiohttp.WSMsgType.BINARY or not message.data:
-                continue
-            channel, data = message.data[0], message.data[1:]
-            await self._opened.wait()
-            writer = self._writers.get(channel)
-            if writer is not None and data:
-                writer.write(data)
-                await writer.drain()
-        for writer in self._writers.values():
-            writer.close()
-
-    async def _outward(self, at: int, port: int) -> None:
-        try:
-            reader, writer = await asyncio.open_connection(self._address, port)
-        except OSError as error:
-            await self._socket.send_bytes(bytes([2 * at + 1]) + f"error forwarding port {port}: {error}".encode())
-            self._opened.set()
-            await self._socket.close()
-            return
-        self._writers[2 * at] = writer
-        if len(self._writers) == len(self._ports):
-            self._opened.set()
-        while data := await reader.read(65536):
-            await self._socket.send_bytes(bytes([2 * at]) + data)
-        await self._socket.close()
+        return await Channels(address, ports).run(request)

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -97,12 +98,15 @@ class Kubelet:
             slices, self._pods = Informer(self.client, "endpointslices"), Informer(self.client, "pods")
             self._services.listeners.append(self._service_changed)
             self._pods.listeners.append(self._pod_changed)
+            maps = [Informer(self.client, plural) for plural in ("configmaps", "secrets")]
+            for informer in maps:
+                informer.listeners.append(partial(self._source_changed, informer.plural))
             block = f"127.{self._addresses.block}."
             self.proxy = ServiceProxy(self._services, slices, self._pods, block, self._addresses.service)
             self._logs = LogServer(self.folder)
             for each in self._specs.values():
                 await self._register(each)
-            informers = (self._services, slices, self._pods)
+            informers = (self._services, slices, self._pods, *maps)
             tasks = [asyncio.create_task(each.run()) for each in informers]
             for each in informers:
                 await each.synced.wait()
@@ -209,6 +213,12 @@ class Kubelet:
             self._refresh_hosts()
 
         self.background(follow())
+
+    def _source_changed(self, plural: str, kind: str, value: Object) -> None:
+        namespace, name = value["metadata"]["namespace"], value["metadata"]["name"]
+        for worker in self._workers.values():
+            if worker.pod["metadata"]["namespace"] == namespace and worker.volumes.reads(plural, name):
+                self.background(worker.rewrite_volumes())
 
     def _refresh_hosts(self) -> None:
         for worker in self._workers.values():

@@ -3,13 +3,15 @@
 Upstream: `pkg/volume/{emptydir,secret,configmap,projected,downwardapi}`; the service account's token comes from the
 server's TokenRequest, bound to the pod (`pkg/kubelet/token/token_manager.go`).
 
-Limits: Secrets, ConfigMaps and downward API files are written when the pod starts and not renewed; tokens are, before
-they lapse. Sizes are not limited. A claim's folder lasts as long as the cluster.
+Secrets and ConfigMaps are written anew when they change, at once (a kubelet takes up to a minute); tokens when a
+fifth of their time is left. Limits: downward API files are written once; sizes are not limited; a claim's folder
+lasts as long as the cluster.
 """
 
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,9 @@ class Volumes:
         self._memory = memory
         self._claims = claims
         self.places: dict[str, tuple[Path, bool]] = {}
+        # Sources that are written into folders, to be written again when they change.
+        self._sources: list[tuple[Object, Path]] = []
+        self.tokens_last_s: float | None = None
 
     async def make(self, client: Client, read: Reader, *, host_ip: str, pod_ip: str) -> None:
         for each in self._pod["spec"].get("volumes") or []:
@@ -57,7 +62,24 @@ class Volumes:
         sources = (volume.get("projected") or {}).get("sources") or [volume]
         for source in sources:
             await self._project(source, path, client, read, host_ip, pod_ip)
+            self._sources.append((source, path))
         return path, True
+
+    def reads(self, kind: str, name: str) -> bool:
+        """Whether it shows a Secret or ConfigMap of this name."""
+        field = "secret" if kind == "secrets" else "configMap"
+        found = [source[field] for source, _ in self._sources if field in source]
+        return any(name in (each.get("name"), each.get("secretName")) for each in found)
+
+    async def rewrite(
+        self, pod: Object, client: Client, read: Reader, *, host_ip: str, pod_ip: str, tokens: bool
+    ) -> None:
+        """Brings the files up to date; `tokens` says whether it is those that are renewed, or everything else."""
+        self._pod = pod
+        for source, path in self._sources:
+            if ("serviceAccountToken" in source) == tokens:
+                with suppress(MountError):
+                    await self._project(source, path, client, read, host_ip, pod_ip)
 
     async def _claim(self, reference: Object, client: Client, namespace: str) -> tuple[Path, bool]:
         claim = await client.get("persistentvolumeclaims", namespace, reference["claimName"])
@@ -92,10 +114,12 @@ class Volumes:
                 _write(path / item["path"], text.encode(), item.get("mode"))
         if "serviceAccountToken" in source:
             wanted = source["serviceAccountToken"]
-            token = await self.token(client, wanted)
+            token = await self._token(client, wanted)
+            lasting_s = float(wanted.get("expirationSeconds", 3600))
+            self.tokens_last_s = min(self.tokens_last_s or lasting_s, lasting_s)
             _write(path / wanted["path"], token.encode(), 0o600)
 
-    async def token(self, client: Client, wanted: Object) -> str:
+    async def _token(self, client: Client, wanted: Object) -> str:
         metadata = self._pod["metadata"]
         spec: Object = {
             "expirationSeconds": wanted.get("expirationSeconds", 3600),
@@ -122,9 +146,13 @@ def _write_keys(kind: str, value: Object, reference: Object, path: Path) -> None
 
 
 def _write(path: Path, content: bytes, mode: int | None) -> None:
+    if path.exists() and path.read_bytes() == content:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-    path.chmod(mode or _MODE)
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(content)
+    part.chmod(mode or _MODE)
+    part.replace(path)
 
 
 __all__ = ["ConfigError", "MountError", "Volumes"]

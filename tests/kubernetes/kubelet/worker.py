@@ -11,6 +11,7 @@ import random
 import signal
 import time
 import uuid
+from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -139,6 +140,7 @@ class PodWorker:
             )
         self._dirty.set()
         await self._mount()
+        self.kubelet.background(self._guarded(self._renew_tokens()))
         init = self.pod["spec"].get("initContainers") or []
         for container in init:
             task = self._begin(container)
@@ -176,6 +178,14 @@ class PodWorker:
             except (ApiError, aiohttp.ClientError, OSError) as error:
                 told = str(error)
             await asyncio.sleep(_RETRY_S)
+
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        """Work that ends with the pod."""
+        task = asyncio.create_task(work)
+        try:
+            await self.done.wait()
+        finally:
+            task.cancel()
 
     def _begin(self, container: Object) -> asyncio.Task[None]:
         task = asyncio.create_task(self._keep(container))
@@ -251,6 +261,19 @@ class PodWorker:
             self._dirty.set()
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, self.kubelet.last_backoff_s)
+
+    async def rewrite_volumes(self, tokens: bool = False) -> None:
+        if self.address:
+            host_ip = self.kubelet.host_ip(self.node)
+            await self.volumes.rewrite(
+                self.pod, self.kubelet.client, self.kubelet.read, host_ip=host_ip, pod_ip=self.address, tokens=tokens
+            )
+
+    async def _renew_tokens(self) -> None:
+        while self.volumes.tokens_last_s is not None:
+            await asyncio.sleep(0.8 * self.volumes.tokens_last_s)
+            with suppress(ApiError, aiohttp.ClientError, OSError):
+                await self.rewrite_volumes(tokens=True)
 
     def refresh_hosts(self) -> None:
         if self.address and self.running:
