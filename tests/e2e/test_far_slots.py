@@ -16,7 +16,7 @@ from tests.support.far_slots import FarAgent, FarSlots
 from tests.support.replica_client import wait_for
 from tests.support.service import Service
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 TOKENS = 400
 PROMPT = list(range(20, 180))
@@ -62,7 +62,7 @@ def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
     checkpoint = make_tiny_llama(models / "tiny", layers=4, hidden=128)
     environment = {"STOKER_KV_LINGER_S": "0.01", "STOKER_KV_LOAD": "always"}
     far, hosts = tmp_path_factory.mktemp("far"), ("127.0.0.2", "127.0.0.3")
-    with FarSlots(far, hosts, "--term-grace-s", "0.2", env=environment) as slots:
+    with FarSlots(far, hosts, "--term-grace-s", "0", env=environment) as slots:
         service = Service(tmp_path_factory.mktemp("home") / "data", args=("--slots", "0", "--warm-workers", "0"))
         service.env |= {**slots.environment, "STOKER_ADVERTISE_URL": service.url}
         with service:
