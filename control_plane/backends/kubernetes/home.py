@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Final
 
 from control_plane.backends.base import SlotUnavailable
 from control_plane.backends.kubernetes.api import Object
@@ -16,6 +17,22 @@ from control_plane.backends.kubernetes.pods import PORT, Service
 from control_plane.backends.kubernetes.watching import name_of, uid_of
 from control_plane.backends.link import is_refused
 from function_runtime.protocol import AgentInfo
+
+LISTEN_S: Final = 15.0
+"""An agent that does not listen within this time is taken for lost, and looked for again."""
+LOOK_S: Final = 0.1
+"""Pause between looks whether an agent listens whose container has been started: the bound on the delay this adds."""
+PROBE_S: Final = 2.0
+
+
+async def listens(host: str, port: int) -> bool:
+    try:
+        async with asyncio.timeout(PROBE_S):
+            _, writer = await asyncio.open_connection(host, port)
+        writer.close()
+    except (OSError, TimeoutError):
+        return False
+    return True
 
 
 def is_running(pod: Object) -> bool:
@@ -62,10 +79,19 @@ class PodHome:
             self._news.set()
 
     async def find(self) -> AgentInfo:
-        self._news.clear()
-        if not is_running(self.pod):
-            raise SlotUnavailable(f"the agent of {name_of(self.pod)} does not run now")
-        return info_of(self.pod, self._service)
+        """Waits for an agent that is only coming up, or is being started anew: it is connected to as soon as it
+        listens, which its pod's probes would tell up to a second later."""
+        deadline_s = time.monotonic() + LISTEN_S
+        while time.monotonic() < deadline_s:
+            self._news.clear()
+            if is_running(self.pod):
+                info = info_of(self.pod, self._service)
+                if await listens(info.host, info.port):
+                    return info
+                await self.news(LOOK_S)
+            else:
+                await self.news(deadline_s - time.monotonic())
+        raise SlotUnavailable(f"the agent of {name_of(self.pod)} did not listen within {LISTEN_S:g} s")
 
     async def is_gone(self) -> bool:
         if not is_running(self.pod):

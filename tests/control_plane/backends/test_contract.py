@@ -12,6 +12,7 @@ import pytest_asyncio
 
 from control_plane.backends import link, local
 from control_plane.backends.base import Backend, SlotRefused, SlotUnavailable
+from control_plane.backends.kubernetes import home
 from control_plane.backends.kubernetes.api import SLOT_POOLS
 from control_plane.backends.local import LocalBackend
 from function_runtime.protocol import EngineOptions, ReplicaSpec
@@ -19,6 +20,7 @@ from tests.control_plane.backends.kubernetes.fake_cluster import (
     FakeApi,
     Kubelet,
     backend_of,
+    listening,
     pod_client_of,
     slot_pool,
 )
@@ -75,6 +77,7 @@ async def kubernetes_place(folder: Path, machine: Machine) -> Place:
 async def place(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Place]:
     machine = Machine()
     monkeypatch.setattr(link, "AgentClient", pod_client_of(machine))
+    monkeypatch.setattr(home, "listens", listening(lambda: bool(machine.living)))
     monkeypatch.setattr(local, "LocalHome", home_of(machine))
     made: Place = await request.param(tmp_path, machine)
     yield made

@@ -13,10 +13,11 @@ import pytest
 
 from control_plane.backends import link
 from control_plane.backends.base import SlotRefused, SlotUnavailable
+from control_plane.backends.kubernetes import home
 from control_plane.backends.kubernetes.api import FUNCTIONS, LEASES, PODS, SLOT_POOLS, ApiRefused, ClusterApi
 from control_plane.settings import KubernetesSettings, Settings, SlotSettings
 from function_runtime.protocol import AgentInfo, ReplicaSpec, ReplicaStatus, SlotEvent, SlotState
-from tests.control_plane.backends.kubernetes.fake_cluster import FakeApi, Kubelet, slot_pool
+from tests.control_plane.backends.kubernetes.fake_cluster import FakeApi, Kubelet, listening, slot_pool
 from tests.control_plane.backends.town import Machine
 from tests.control_plane.gateway.conftest import Plane, Stream, body, text_of, until
 from tests.control_plane.gateway.fakes import Behaviour, FakeSlot
@@ -130,6 +131,7 @@ async def town(
 
     monkeypatch.setattr(ClusterApi, "connect", connect)
     monkeypatch.setattr(link, "AgentClient", agent_client(kubelet.slots))
+    monkeypatch.setattr(home, "listens", listening(lambda: bool(kubelet.slots)))
     secret = tmp_path / "agent-secret"
     secret.write_text("a secret of thirty-two characters\n")
     settings = replace(

@@ -262,6 +262,15 @@ def pod_client_of(machine: Machine) -> Any:
     return client
 
 
+def listening(is_there: Callable[[], bool]) -> Any:
+    """In the place of a look at a port that stand-ins have none of."""
+
+    async def listens(host: str, port: int) -> bool:
+        return is_there()
+
+    return listens
+
+
 def slot_pool(name: str = "default", **spec: Any) -> Object:
     return {
         "apiVersion": SLOT_POOLS.api_version,

@@ -13,6 +13,7 @@ import pytest_asyncio
 from control_plane.backends import link
 from control_plane.backends.base import SlotUnavailable
 from control_plane.backends.kubernetes import backend as backend_module
+from control_plane.backends.kubernetes import home
 from control_plane.backends.kubernetes.api import EVENTS, PODS, SLOT_POOLS, ApiError, ApiRefused
 from control_plane.backends.kubernetes.backend import UNSEEN, KubernetesBackend
 from control_plane.backends.kubernetes.phases import Phase
@@ -22,6 +23,7 @@ from tests.control_plane.backends.kubernetes.fake_cluster import (
     FakeApi,
     Kubelet,
     backend_of,
+    listening,
     pod_client_of,
     running,
     slot_pool,
@@ -86,6 +88,7 @@ class Town:
 async def town(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Town]:
     made = Town()
     monkeypatch.setattr(link, "AgentClient", pod_client_of(made.machine))
+    monkeypatch.setattr(home, "listens", listening(lambda: bool(made.machine.living)))
     yield made
     await made.backend.close(end_agents=False, grace_s=0)
 
