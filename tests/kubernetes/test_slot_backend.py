@@ -17,6 +17,7 @@ import pytest
 import pytest_asyncio
 
 from control_plane.backends.kubernetes.api import (
+    EVENTS,
     FUNCTIONS,
     PODS,
     SLOT_POOLS,
@@ -29,6 +30,7 @@ from control_plane.backends.kubernetes.function_objects import FunctionObjects
 from control_plane.backends.kubernetes.lease import mirror_lead
 from control_plane.backends.kubernetes.phases import Phase
 from control_plane.backends.kubernetes.pods import Service
+from control_plane.backends.kubernetes.pool_events import PoolEvents
 from control_plane.backends.kubernetes.pool_file import PoolFile
 from control_plane.backends.kubernetes.pool_status import PoolStatus
 from control_plane.backends.kubernetes.status import Condition
@@ -187,6 +189,15 @@ async def test_a_pod_is_deleted_in_the_state_that_is_known_or_looked_at_again(ri
     assert refused.value.status == 409
     await rig.backend.delete(stale)
     await until(lambda: name not in rig.backend.progress)
+
+
+async def test_what_went_wrong_is_told_beside_the_pool(rig: Rig) -> None:
+    events = PoolEvents(rig.namespace, "pod-1")
+    pool = rig.backend.kinds.pools["default"]
+    for _ in range(3):
+        await events.tell(rig.api, pool, "SlotFailed", "no node has room")
+    found = [each for each in (await rig.api.list(EVENTS)).items if each["reason"] == "SlotFailed"]
+    assert [each["involvedObject"]["uid"] for each in found] == [pool.uid], "once in a while"
 
 
 async def test_a_pod_says_what_would_be_lost_with_it(rig: Rig) -> None:

@@ -94,6 +94,8 @@ class KubernetesBackend(LinkedSlots):
         """Why nothing is known of the cluster, or not the newest; empty while it is."""
         self.on_pods: Callable[[str], None] = lambda name: None
         """Told of every pod that changed in what counts."""
+        self.on_failure: Callable[[str, str], None] = lambda class_name, words: None
+        """Told of every failure of a class."""
         self.on_watching: Callable[[], None] = lambda: None
         """Told once the cluster can be reached."""
         self.creates = self.deletes = 0
@@ -388,6 +390,7 @@ class KubernetesBackend(LinkedSlots):
         backoff = self.backoffs.setdefault(class_name, Backoff())
         backoff.failed(time.monotonic(), words, retry_after_s)
         logger.warning("event=slot_failed class=%s failures=%d error=%s", class_name, backoff.failures, words)
+        self.on_failure(class_name, words)
         self.on_pods("")
 
     async def remove_slot(self, slot_id: str) -> None:

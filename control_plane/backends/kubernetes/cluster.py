@@ -23,6 +23,7 @@ from control_plane.backends.kubernetes.function_status import FunctionStatus
 from control_plane.backends.kubernetes.lease import mirror_lead
 from control_plane.backends.kubernetes.phases import WORDS, Phase
 from control_plane.backends.kubernetes.pods import POOL_LABEL, Service, label_of
+from control_plane.backends.kubernetes.pool_events import PoolEvents
 from control_plane.backends.kubernetes.pool_file import PoolFile, read_pools
 from control_plane.backends.kubernetes.pool_status import PoolStatus
 from control_plane.backends.kubernetes.tending import Tending
@@ -91,6 +92,7 @@ class Cluster:
             release=self.settings.release,
             make_objects=self.settings.function_objects == "all",
         )
+        self._events = PoolEvents(self.settings.namespace, self.settings.pod_name or context.gateway_id)
         self._pool_file: PoolFile | None = None
         self._due = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -107,6 +109,7 @@ class Cluster:
         context.dispatcher.why_waiting = self.why_waiting
         backend.on_pods = self._pods_changed
         backend.on_watching = self._watching
+        backend.on_failure = self._failure
         self.tending.on_look = self._note_all_waiting
         self.tending.on_failed = self._class_failed
         self.tending.on_outdated = self._outdated
@@ -185,7 +188,8 @@ class Cluster:
         if change.kind is ChangeKind.DELETED:
             self.backend.kinds.function_gone(key)
         else:
-            self.backend.kinds.function_changed(key, change.function.spec.pod)
+            spec = change.function.spec
+            self.backend.kinds.function_changed(key, spec.pod, on_devices=spec.device.startswith("cuda"))
         self.function_objects.mark(key)
 
     def _replica_changed(self, status: ReplicaStatus, before: ReplicaStatus | None) -> None:
@@ -219,6 +223,11 @@ class Cluster:
                 words = self.why_waiting(key)
                 for request in lane.waiting:
                     request.log.note = f"waiting: {words}" if words else "waiting for a replica"
+
+    def _failure(self, class_name: str, words: str) -> None:
+        kind, api = self.backend.kinds.all.get(class_name), self.backend.api
+        if kind is not None and api is not None and self._context.loop.leads:
+            self._context.fleet.spawn(self._events.tell(api, kind.pool, "SlotFailed", words))
 
     def _class_failed(self, class_name: str, words: str) -> None:
         """Nobody waits on for a slot that does not come, unless there is one already."""

@@ -35,7 +35,7 @@ class Kinds:
         self.pools: dict[str, Pool] = {}
         self.refused: dict[str, str] = {}
         """Slot pools that cannot be, and why."""
-        self._functions: dict[FunctionKey, PodFields | None] = {}
+        self._functions: dict[FunctionKey, tuple[PodFields | None, bool]] = {}
         self._made: dict[tuple[str, int, str, str], Kind] = {}
         self.all: dict[str, Kind] = {}
         """By class name."""
@@ -65,11 +65,12 @@ class Kinds:
             self.pools[name] = Pool(name, uid_of(found), generation_of(found), spec)
         self._remake()
 
-    def function_changed(self, key: FunctionKey, fields: PodFields | None) -> None:
-        if key in self._functions and self._functions[key] == fields:
+    def function_changed(self, key: FunctionKey, fields: PodFields | None, *, on_devices: bool = False) -> None:
+        """`on_devices`: it computes on GPUs, which a slot has to have."""
+        if self._functions.get(key) == (fields, on_devices):
             return
-        self._functions[key] = fields
-        self._make(key, fields)
+        self._functions[key] = (fields, on_devices)
+        self._make(key, fields, on_devices)
         self._collect()
         self.on_change()
 
@@ -91,27 +92,35 @@ class Kinds:
         """Why a function has no class; empty if it has one."""
         if key in self._of or key not in self._functions:
             return ""
-        fields = self._functions[key]
+        fields, on_devices = self._functions[key]
         name = (fields.slotPool if fields is not None else None) or self._default_pool
         if name in self.refused:
             return f"the SlotPool {name} cannot be used: {self.refused[name]}"
+        pool = pool_for(fields, self.pools, self._default_pool)
+        if pool is not None and on_devices:
+            return (
+                f"its device is cuda, and slots of the SlotPool {pool.name} have none: name a pool with devices in "
+                "pod.slotPool, or the devices themselves in pod.devices"
+            )
         there = ", ".join(sorted(self.pools)) or "none"
         return f"there is no SlotPool {name} in this namespace (there are: {there})"
 
     def _remake(self) -> None:
         self._made.clear()
         self._of.clear()
-        for key, fields in self._functions.items():
-            self._make(key, fields)
+        for key, (fields, on_devices) in self._functions.items():
+            self._make(key, fields, on_devices)
         self._collect()
         self.on_change()
 
-    def _make(self, key: FunctionKey, fields: PodFields | None) -> None:
+    def _make(self, key: FunctionKey, fields: PodFields | None, on_devices: bool) -> None:
         pool = pool_for(fields, self.pools, self._default_pool)
-        if pool is None:
+        kind = self._kind(pool, fields) if pool is not None else None
+        # NOTE: slots without devices would be asked for one after the other, and none would ever fit.
+        if kind is None or (on_devices and not kind.spec.devices):
             self._of.pop(key, None)
         else:
-            self._of[key] = self._kind(pool, fields)
+            self._of[key] = kind
 
     def _kind(self, pool: Pool, fields: PodFields | None) -> Kind:
         said = json.dumps(own_fields(fields), sort_keys=True) if fields is not None else "{}"

@@ -30,6 +30,8 @@ REPLICA_PORTS: Final = "7100-7163"
 USER: Final = 10001
 OWN_GRACE_S: Final = 15.0
 """Beyond what streams get: for what the agent does after them."""
+LOST_NODE_S: Final = 30
+"""How long a pod stays bound to a node that is not heard."""
 NAME_MOST: Final = 63
 SLOT_BYTES: Final = 2 * 2**30
 """Beside the disk tier, for logs and compiled kernels: a pod that writes more than its volume holds is evicted."""
@@ -106,7 +108,7 @@ def pod_of(kind: Kind, name: str, service: Service, *, namespace: str, seat: int
     affinity = dict(spec.affinity) or _apart(kind, service, seat)
     given: dict[str, Any] = {
         "nodeSelector": dict(spec.nodeSelector),
-        "tolerations": [each.model_dump(exclude_none=True) for each in spec.tolerations],
+        "tolerations": _tolerations(kind),
         "affinity": affinity,
         "topologySpreadConstraints": list(spec.topologySpreadConstraints),
         "priorityClassName": spec.priorityClassName,
@@ -201,6 +203,16 @@ def _container(kind: Kind, name: str, service: Service) -> Object:
             *spec.volumeMounts,
         ],
     }
+
+
+def _tolerations(kind: Kind) -> list[Object]:
+    """The pool's, and a shorter patience with lost nodes than the five minutes a pod has otherwise: until its pod is
+    given up, a slot that nobody hears counts against the pool's bound."""
+    given: list[Object] = [each.model_dump(exclude_none=True) for each in kind.spec.tolerations]
+    for key in ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready"):
+        if not any(each.get("key") in (None, key) and each.get("effect") in (None, "NoExecute") for each in given):
+            given.append({"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": LOST_NODE_S})
+    return given
 
 
 def _apart(kind: Kind, service: Service, seat: int) -> Object:

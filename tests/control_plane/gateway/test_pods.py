@@ -206,6 +206,8 @@ async def test_what_the_cluster_refuses_for_long_ends_the_wait_with_its_reason(t
     assert response.status == 503, told
     assert told["error"]["code"] == "slot_unavailable" and "exceeded quota" in told["error"]["message"]
     assert town.api.calls["create pods"] < 6
+    (event,) = town.api.objects["events"].values()
+    assert event["involvedObject"]["kind"] == "SlotPool" and "exceeded quota" in event["message"]
 
 
 async def test_without_a_slot_pool_the_wait_ends_with_that(town: Town) -> None:

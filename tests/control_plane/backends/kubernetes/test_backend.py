@@ -378,6 +378,19 @@ async def test_a_pool_that_is_not_there_or_cannot_be_is_said_to_whoever_needs_it
     assert "other" not in kinds.pools, "it is another release's"
 
 
+async def test_a_function_on_gpus_is_told_that_its_pool_has_none_instead_of_getting_slots_that_never_fit(
+    town: Town,
+) -> None:
+    await town.start()
+    kinds = town.backend.kinds
+    kinds.function_changed(KEY, None, on_devices=True)
+    assert "slots of the SlotPool default have none" in kinds.why_none(KEY)
+    with pytest.raises(SlotUnavailable):
+        await town.backend.add_slots(kinds.of(KEY), 1)
+    kinds.function_changed(KEY, PodFields(devices={"nvidia.com/gpu": 1}), on_devices=True)
+    assert kinds.why_none(KEY) == "" and await town.backend.add_slots(kinds.of(KEY), 1) == 1
+
+
 async def test_slots_of_a_pool_take_different_seats(town: Town) -> None:
     await town.start(perNode=2, most=4)
     await town.backend.add_slots(town.class_name, 4)

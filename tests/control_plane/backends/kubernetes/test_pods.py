@@ -118,13 +118,21 @@ def test_what_users_give_is_in_the_pod() -> None:
         volumeMounts=[{"name": "objects", "mountPath": "/objects"}],
         graceSeconds=90,
     )["spec"]
-    assert pod["nodeSelector"] == {"gpu": "h100"} and pod["tolerations"] == [{"key": "spot", "operator": "Exists"}]
+    assert pod["nodeSelector"] == {"gpu": "h100"} and pod["tolerations"][0] == {"key": "spot", "operator": "Exists"}
     assert (pod["priorityClassName"], pod["runtimeClassName"], pod["serviceAccountName"]) == ("high", "nvidia", "slots")
     assert pod["imagePullSecrets"] == [{"name": "regcred"}] and pod["terminationGracePeriodSeconds"] == 105
     env = {each["name"]: each for each in pod["containers"][0]["env"]}
     assert env["A"]["value"] == "1" and env["STOKER_POD_IP"]["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
     assert env["AWS_ACCESS_KEY_ID"]["valueFrom"]["secretKeyRef"] == {"name": "s3", "key": "id"}
     assert pod["containers"][0]["volumeMounts"][-1] == {"name": "objects", "mountPath": "/objects"}
+
+
+def test_a_slot_on_a_lost_node_is_given_up_sooner_than_a_pod_is_otherwise() -> None:
+    own = {each["key"]: each["tolerationSeconds"] for each in made()["spec"]["tolerations"]}
+    assert own == {"node.kubernetes.io/unreachable": 30, "node.kubernetes.io/not-ready": 30}
+    said = {"key": "node.kubernetes.io/unreachable", "operator": "Exists", "effect": "NoExecute"}
+    kept = made(tolerations=[{**said, "tolerationSeconds": 600}])["spec"]["tolerations"]
+    assert [each["tolerationSeconds"] for each in kept] == [600, 30], "what the pool says goes before"
 
 
 # --- classes ---
