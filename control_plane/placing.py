@@ -1,20 +1,22 @@
 """The fleet as placement sees it: every slot with its device, what lies in its pool, what starts and runs there.
 
 `place` asks `autoscaler.placement` and remembers what found no room (`unplaced`), which is what new slots are for.
-Limits: a slot whose agent does not tell of devices counts as one, as large as the memory that is free there; loads of
-other control planes' starts are seen when the slot tells of them.
+Limits: what lies on a slot's disk is not told, so that a form there is reckoned as made anew; a slot whose agent does
+not tell of devices counts as one, as large as the memory that is free there; loads of other control planes' starts are
+seen when the slot tells of them.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from autoscaler.homes import ASSUMED_LOAD, Device, Homes, Resident, SlotHome
+from autoscaler.homes import ASSUMED_LOAD, MAKE, PEER, Device, Homes, Resident, SlotHome
 from autoscaler.placement import MayEnd, Placement, place
 from autoscaler.room import loss_s
 from autoscaler.work import Work
@@ -66,6 +68,10 @@ class Placing:
         self._homes = {CPU: Homes(), CUDA: Homes()}
         """By kind of device."""
         self._changed: set[str] = set()
+        self._loading: dict[str, frozenset[str]] = {}
+        """By slot: checkpoints on their way into its pool."""
+        self._loads_of: Counter[str] = Counter()
+        """Slots that load a checkpoint now."""
         self._shut_before: frozenset[str] = frozenset()
         self._made_s = float("-inf")
         self.unplaced: dict[FunctionKey, Unplaced] = {}
@@ -155,8 +161,11 @@ class Placing:
         shut = backend.leaving | {slot_id for slot_id in fleet.slots if fleet.is_closed(slot_id)}
         self._changed |= shut ^ self._shut_before
         self._shut_before = shut
+        for slot_id in list(self._changed):
+            self._changed |= self._note_loads(slot_id)
         bounds = {each.name: each.most_replicas for each in backend.classes}
-        for slot_id in self._changed:
+        # Those that load something last: from where depends on what the others hold.
+        for slot_id in sorted(self._changed, key=lambda each: each in self._loading):
             state = fleet.slots.get(slot_id)
             for kind, homes in self._homes.items():
                 if state is None:
@@ -168,10 +177,32 @@ class Placing:
         self._changed.clear()
         return self._homes[device_kind]
 
+    def _note_loads(self, slot_id: str) -> set[str]:
+        """Which checkpoints the slot loads; the slots whose pools are read more or less for it than before."""
+        state, before = self._fleet.slots.get(slot_id), self._loading.pop(slot_id, frozenset())
+        now = frozenset(entry.identity for entry in state.pool if entry.state == "loading") if state else frozenset()
+        if now:
+            self._loading[slot_id] = now
+        self._loads_of.subtract(before)
+        self._loads_of.update(now)
+        for identity in before | now:
+            if not self._loads_of[identity]:
+                del self._loads_of[identity]
+        return {peer.slot_id for identity in before ^ now for peer in self._homes[CPU].peers(identity)} - {slot_id}
+
+    def _loads(self, slot_id: str) -> dict[str, int]:
+        """Loads under way there by the link they share: from another slot's pool where one has it, else made anew."""
+        found: dict[str, int] = {}
+        for identity in self._loading.get(slot_id, ()):
+            tier = PEER if any(peer.slot_id != slot_id for peer in self._homes[CPU].peers(identity)) else MAKE
+            found[tier] = found.get(tier, 0) + 1
+        return found
+
     def _home(
         self, state: SlotState, slot_id: str, device_kind: str, class_name: str, most_replicas: int, *, closed: bool
     ) -> SlotHome:
         living = self._fleet.on(slot_id)
+        pool = frozenset(entry.identity for entry in state.pool if entry.state == "ready")
         return SlotHome(
             slot_id=slot_id,
             devices=self._devices(state, slot_id, device_kind, living),
@@ -180,9 +211,11 @@ class Placing:
             starting=sum(status.state in _STARTING for status in living),
             replicas=len(living),
             most_replicas=most_replicas,
-            pool=frozenset(entry.identity for entry in state.pool if entry.state == "ready"),
+            pool=pool,
             loading={entry.identity: entry.reload_s for entry in state.pool if entry.state == "loading"},
             bytes_per_s=self.measured.bytes_per_s,
+            loads=self._loads(slot_id),
+            serving=sum(count for identity, count in self._loads_of.items() if identity in pool),
             closed=closed,
         )
 

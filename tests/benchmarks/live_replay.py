@@ -79,21 +79,22 @@ def play(service: Service, length_s: float) -> tuple[float, float]:
     return since_s, time.time()
 
 
-def held_s(database: Path) -> float:
-    """Device-seconds of all replicas of the function so far, once every account is closed."""
+def held(database: Path) -> tuple[float, int]:
+    """Device-seconds of all replicas of the function so far, once every account is closed, and how many there were."""
     with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
         rows = connection.execute("SELECT held_us FROM replica_accounts WHERE function = ?", (NAME,)).fetchall()
-    return sum(each for (each,) in rows) / 1e6
+    return sum(each for (each,) in rows) / 1e6, len(rows)
 
 
 def measure(length_s: float, folder: Path) -> dict[str, Any]:
     with Service(folder / "data") as service:
         get_ready(service)
         database = next((folder / "data").rglob("*.db"))
-        before_s = held_s(database)
+        before_s, before = held(database)
         since_s, until_s = play(service, length_s)
         time.sleep(2.0)  # the last account is closed behind its replica's end
-        measured_held_s = held_s(database) - before_s
+        after_s, after = held(database)
+        measured_held_s, starts = after_s - before_s, after - before
         client = Client(Endpoint(service.url, service.key))
         own = from_journal(client, 1.0, lambda what: None)
         rows = client.request("GET", f"/api/v1/traffic/{NAME}", query={"since": int(since_s)})["data"]
@@ -115,10 +116,14 @@ def measure(length_s: float, folder: Path) -> dict[str, Any]:
         "simulated_held_s": result.total("held_device_s"),
         "waited_s": sum(waited),
         "simulated_waited_s": result.total("waited_s"),
-        "starts": int(result.total("starts")),
+        "starts": starts,
+        "simulated_starts": int(result.total("starts")),
         "objective": measured,
         "simulated_objective": predicted,
         "off": predicted / measured - 1.0,
+        "start_s": own.functions[0].starts.quantile_s(0.5),
+        "end_s": own.functions[0].ends_s,
+        "way_s": own.functions[0].way_s,
         "notes": own.trace.notes,
     }
 
@@ -139,6 +144,7 @@ def main(quick: bool = False, minutes: float | None = None) -> bool:
         ("figure", "measured", "replayed"),
         [
             ("requests", found["requests"], found["simulated_requests"]),
+            ("starts", found["starts"], found["simulated_starts"]),
             ("device-seconds held", f"{found['held_s']:.1f}", f"{found['simulated_held_s']:.1f}"),
             (
                 "seconds to the first token, all together",
