@@ -1,9 +1,9 @@
 """What an installation lacks, looked at from inside: each check says that all is well, or what is wrong and what to do.
 
-    database, store, secrets, slots, devices, models, gateways
+    database, store, secrets, cluster (where slots are pods), slots, devices, models, gateways
 
 Nothing is changed and nothing is asked of anyone: it is what this gateway knows already. Limits: a check is as old as
-what it looks at (the store's at most five minutes); what the cluster thinks of pods is in the slots' own reasons.
+what it looks at (the store's at most five minutes); what the cluster thinks of pods is as its watches told last.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def examine(context: AppContext) -> tuple[Check, ...]:
         _database(context),
         _store(context),
         *_secrets(context, functions),
+        *_cluster(context, functions),
         _slots(context, functions),
         *_devices(context, functions),
         *_models(context, functions),
@@ -79,6 +80,29 @@ def _secrets(context: AppContext, functions: list[Function]) -> Iterator[Check]:
     if not faulty:
         count = sum(len(function.spec.secrets) for function in functions)
         yield Check("secrets", True, f"all {count} that functions name are there" if count else "no function names any")
+
+
+def _cluster(context: AppContext, functions: list[Function]) -> Iterator[Check]:
+    if context.cluster is None:
+        return
+    told, kinds = context.cluster.body(), context.cluster.backend.kinds
+    faults = [(told["problem"], "look at the API server, the Role and the agents' secret")] if told["problem"] else []
+    faults += [(f"the SlotPool {name}: {why}", "correct its spec") for name, why in told["refused_pools"].items()]
+    faults += [
+        (f"slots of class {each['name']}: {each['trouble']}", f"kubectl describe slotpool {each['pool']}")
+        for each in told["classes"]
+        if each["trouble"]
+    ]
+    faults += [
+        (f"{function.name}: {why}", "make the pool, or name another")
+        for function in functions
+        if not told["problem"] and (why := kinds.why_none((function.tenant, function.name)))
+    ]
+    for says, do in faults:
+        yield Check("cluster", False, says, do)
+    if not faults:
+        pools = ", ".join(told["pools"]) or "none"
+        yield Check("cluster", True, f"in sight; slot pools: {pools}")
 
 
 def _slots(context: AppContext, functions: list[Function]) -> Check:

@@ -15,6 +15,7 @@ from control_plane.backends import link
 from control_plane.backends.base import SlotRefused, SlotUnavailable
 from control_plane.backends.kubernetes import home
 from control_plane.backends.kubernetes.api import FUNCTIONS, LEASES, PODS, SLOT_POOLS, ApiRefused, ClusterApi
+from control_plane.doctor import examine
 from control_plane.settings import KubernetesSettings, Settings, SlotSettings
 from function_runtime.protocol import AgentInfo, ReplicaSpec, ReplicaStatus, SlotEvent, SlotState
 from tests.control_plane.backends.kubernetes.fake_cluster import FakeApi, Kubelet, listening, slot_pool
@@ -211,8 +212,15 @@ async def test_what_the_cluster_refuses_for_long_ends_the_wait_with_its_reason(t
 
 
 async def test_without_a_slot_pool_the_wait_ends_with_that(town: Town) -> None:
+    cluster = town.plane.context.cluster
+    assert cluster is not None
+    await until(lambda: cluster.body()["problem"] is None)
+    checks = {check.name: check for check in examine(town.plane.context)}
+    assert checks["cluster"].ok and "slot pools: default" in checks["cluster"].says
     town.api.remove(SLOT_POOLS, "default")
     await town.deploy(timeouts={"cold_start_s": 0.3})
+    (check,) = [check for check in examine(town.plane.context) if check.name == "cluster"]
+    assert not check.ok and "fn: there is no SlotPool default" in check.says
     async with town.plane.post(body()) as response:
         told = await response.json()
     assert response.status == 503 and "there is no SlotPool default" in told["error"]["message"], told
