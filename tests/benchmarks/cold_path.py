@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,11 +30,17 @@ LINKS_MB_S: Final = (100.0, 6.0)
 """Of which one makes loading the quicker way and the other recomputing."""
 CONTEXTS: Final = (512, 2048)
 CUT_AFTER_TOKENS: Final = 24
-MAX_TOKENS: Final = 96
+MAX_TOKENS: Final = 1000
+"""More than are generated before the slot is killed; what is left is cancelled."""
+KV_BYTES: Final = 46_080
+"""Of a token of SmolLM2 in float32."""
+COMMITTED_S: Final = 1.0
+"""After KV is in the store, until the journal knows of it."""
 WAYS: Final = ("chosen", "loaded", "recomputed")
 KEPT: Final = "stoker"
 WORSE_AT_MOST: Final = 1.10
 GIVE_UP_S: Final = 300.0
+READY_S: Final = 120.0
 
 
 def leave_nothing(service: Service) -> None:
@@ -48,39 +55,50 @@ def leave_nothing(service: Service) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def forget_kv(client: Any) -> int:
-    """Gives the number of objects that were removed."""
-    gone = 0
+def stored_kv(client: Any) -> Iterator[tuple[str, int]]:
     for page in client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=f"{KEPT}/kv/"):
-        for found in page.get("Contents", ()):
-            client.delete_object(Bucket=BUCKET, Key=found["Key"])
-            gone += 1
-    return gone
+        yield from ((found["Key"], found["Size"]) for found in page.get("Contents", ()))
+
+
+def kv_bytes(client: Any) -> int:
+    return sum(nbytes for _, nbytes in stored_kv(client))
+
+
+def forget_kv(client: Any) -> None:
+    for key, _ in list(stored_kv(client)):
+        client.delete_object(Bucket=BUCKET, Key=key)
 
 
 def one(service: Service, s3: Any, proxy: FaultyProxy, link_mb_s: float, context: int, way: str) -> dict[str, Any]:
     client = Client(lambda: Endpoint(service.url, service.key), give_up_s=GIVE_UP_S)
     prompt = f"{time.time_ns()} is where it begins:" + " the" * context
     body = {"model": "smol", "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
-    stream, killed_us = client.stream("/v1/completions", body), 0
-    came_us: list[tuple[int, int]] = []  # place in the request's log, and when it was here
+    path, stored_before, killed_us, next_us = "/v1/completions", kv_bytes(s3), 0, 0
+    stream = client.stream(path, body)
+    told: dict[str, Any] = {}
     for event in stream:
         if not event.carries_tokens:
             continue
-        came_us.append((stream.cursor, now_us()))
-        if not killed_us and len(came_us) == CUT_AFTER_TOKENS:
+        at_us = now_us()
+        if killed_us:
+            told = service.call("GET", f"/api/v1/why/{stream.request_id}")
+            # What the old replica had said is delivered after its end, too.
+            if told["epoch"] > 1 and stream.cursor > told["attempts"][-1]["after_seq"]:
+                next_us = at_us
+                break
+        elif stream.cursor > CUT_AFTER_TOKENS and kv_bytes(s3) - stored_before >= context * KV_BYTES:
+            time.sleep(COMMITTED_S)
             proxy.set(bytes_per_s=link_mb_s * 1e6)
             killed_us = now_us()
             leave_nothing(service)
-            if way == "recomputed" and not forget_kv(s3):
-                raise RuntimeError("there was no KV to take away")
+            if way == "recomputed":
+                forget_kv(s3)
     proxy.set()
+    if not next_us:
+        raise RuntimeError(f"the request was not resumed: {told.get('timeline')}")
+    client.cancel(path, stream.request_id or "")
     told = service.call("GET", f"/api/v1/why/{stream.request_id}")
     attempt = told["attempts"][-1]
-    # What the old replica had said is delivered after its end, too.
-    next_us = next((at_us for place, at_us in came_us if place > attempt["after_seq"]), 0)
-    if attempt["epoch"] < 2 or not next_us:
-        raise RuntimeError(f"the request was not resumed: {told['timeline']}")
     newest = next(each for each in service.replicas(live=False) if each["replica_id"] == attempt["replica_id"])
     stages = {stage["name"]: stage for stage in newest["stages"]}
     # Handed out as soon as it could be mapped, or only when it was whole.
@@ -128,7 +146,8 @@ def measure(links: tuple[float, ...], contexts: tuple[int, ...], rounds: int) ->
         for way in WAYS:
             env = {**ADMIN.environ(), "STOKER_STORE": weed.uri(KEPT, endpoint=proxy.url), "STOKER_KEEP_FORMS": "0"}
             env |= {"STOKER_KV_LOAD": "always"} if way == "loaded" else {}
-            with Service(folder / way, env=env) as service:
+            with contextlib.closing(Service(folder / way, env=env)) as service:
+                service.start(READY_S)
                 options = {"prefix_cache": False, "max_context_tokens": 4096}
                 model = weed.uri("model/model.gguf", endpoint=proxy.url)
                 service.deploy("smol", model, scaling={"keep_alive": 600}, engine_options=options)
