@@ -41,7 +41,7 @@ def test_lint_is_clean() -> None:
 
 
 def test_without_postgresql_there_is_one_copy_with_a_volume() -> None:
-    for values in ("default", "pods-single"):
+    for values in ("default", "embedded"):
         spec = one(of_file(values), "StatefulSet")["spec"]
         assert spec["replicas"] == 1
         assert spec["volumeClaimTemplates"][0]["spec"]["resources"]["requests"]["storage"] == "50Gi"
@@ -56,7 +56,7 @@ def test_with_postgresql_there_are_two_copies_that_are_replaced_one_by_one() -> 
 
 def test_one_copy_has_no_budget_which_would_hinder_every_drain() -> None:
     assert not named(of_file("default"), "PodDisruptionBudget")
-    assert not named(of_file("pods-single"), "PodDisruptionBudget")
+    assert not named(of_file("embedded"), "PodDisruptionBudget")
 
 
 def test_an_autoscaler_owns_the_number_of_copies_alone() -> None:
@@ -67,7 +67,9 @@ def test_an_autoscaler_owns_the_number_of_copies_alone() -> None:
     assert scaler["scaleTargetRef"]["name"] == one(documents, "Deployment")["metadata"]["name"]
 
 
-@pytest.mark.parametrize(("values", "grace_s"), [("default", 45), ("pods-postgresql", 50), ("first-release", 75)])
+@pytest.mark.parametrize(
+    ("values", "grace_s"), [("default", 45), ("embedded", 45), ("pods-postgresql", 50), ("first-release", 75)]
+)
 def test_the_grace_period_outlasts_pause_and_drain(values: str, grace_s: int) -> None:
     assert pod_of(of_file(values))["spec"]["terminationGracePeriodSeconds"] == grace_s
 
@@ -82,7 +84,7 @@ def test_selectors_hold_nothing_that_an_upgrade_changes() -> None:
 
 
 def test_the_service_never_sends_a_request_to_a_slot() -> None:
-    for values in ("default", "pods-single", "pods-postgresql"):
+    for values in ("default", "embedded", "pods-postgresql"):
         documents = of_file(values)
         selector = one(documents, "Service")["spec"]["selector"]
         assert selector == CONTROL_PLANE
@@ -107,7 +109,7 @@ def test_a_control_plane_beside_its_slots_has_neither_pool_nor_devices() -> None
 
 
 def test_every_mount_has_its_volume() -> None:
-    for values in ("default", "pods-postgresql-tls", "pods-shared-volume", "secrets-by-name", "extras"):
+    for values in ("default", "embedded", "pods-postgresql-tls", "pods-shared-volume", "secrets-by-name", "extras"):
         documents = of_file(values)
         spec = workload(documents)["spec"]
         volumes = {each["name"] for each in spec["template"]["spec"]["volumes"]}
@@ -263,7 +265,7 @@ def test_the_test_hook_is_a_script_that_parses() -> None:
     ("settings", "says"),
     [
         (["replicas=2", "slots.mode=pods"], "need PostgreSQL"),
-        (["replicas=2", "database.existingSecret=db"], "slots.mode to pods"),
+        (["slots.mode=embedded", "replicas=2", "database.existingSecret=db"], "slots.mode to pods"),
         (["slots.mode=pods", "database.existingSecret=db"], "objectStore.uri"),
         (["objectStore.uri=s3://bucket/p", "objectStore.existingClaim=c"], "two places"),
         (["objectStore.existingSecret=s"], "names none"),
@@ -277,7 +279,7 @@ def test_the_test_hook_is_a_script_that_parses() -> None:
         (["ingress.enabled=true"], "ingress.hosts"),
         (["httpRoute.enabled=true"], "httpRoute.parentRefs"),
         (["slots.mode=pods", "serviceAccount.create=false"], "default account"),
-        (["slots.podDisruptionBudget.enabled=true"], "slots.mode: pods"),
+        (["slots.mode=embedded", "slots.podDisruptionBudget.enabled=true"], "slots.mode: pods"),
         (["settings.STOKER_STORE=s3://bucket"], "objectStore"),
         (["settings.STOKER_ADMIN_KEY=abc"], "adminKeySecret"),
     ],
@@ -296,7 +298,7 @@ def test_a_release_whose_name_no_service_can_have_is_told_what_to_do() -> None:
 
 def test_all_contradictions_are_told_at_once() -> None:
     done = template("--set", "replicas=2,ingress.enabled=true,objectStore.existingSecret=s")
-    assert done.stderr.count("\n  - ") == 4
+    assert done.stderr.count("\n  - ") == 3
 
 
 def test_the_values_of_an_earlier_release_alone_are_refused_with_the_right_option() -> None:

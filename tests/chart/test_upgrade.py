@@ -80,6 +80,8 @@ def test_an_upgrade_from_the_first_release_keeps_the_workload_and_its_volume(hel
     assert after["metadata"]["uid"] == before["metadata"]["uid"]
     for field in ("selector", "serviceName", "volumeClaimTemplates"):
         assert after["spec"][field] == before["spec"][field]
+    # Its slot stays where it is.
+    assert "pool" in {each["name"] for each in after["spec"]["template"]["spec"]["volumes"]}
     labels = after["spec"]["template"]["metadata"]["labels"]
     assert kubectl("get", "service", "demo-stoker")["spec"]["selector"].items() <= labels.items()
 
@@ -130,7 +132,7 @@ def test_what_was_made_once_is_kept_over_upgrades(helm: Helm, kubectl: Any) -> N
 
 
 def test_from_one_pod_to_several_copies_and_slots_as_pods(helm: Helm, kubectl: Any) -> None:
-    helm("install", "demo", str(CHART))
+    helm("install", "demo", str(CHART), "--set", "slots.mode=embedded")
     key = kubectl("get", "secret", "demo-stoker-admin")["data"]
     helm("upgrade", "demo", str(CHART), *SEVERAL)
     assert kubectl("get", "deployment", "demo-stoker")["spec"]["replicas"] == 2

@@ -3,6 +3,7 @@
 {{- if not (and .Values.slots .Values.database .Values.test) -}}
 {{- fail "\n\nThe values are those of an earlier release of this chart (--reuse-values): upgrade with --reset-then-reuse-values, which adds the values that are new.\n" -}}
 {{- end -}}
+{{- include "stoker.settleMode" . -}}
 {{- $pods := eq (include "stoker.pods" .) "true" -}}
 {{- $sql := eq (include "stoker.postgresql" .) "true" -}}
 {{- $several := or (gt (int .Values.replicas) 1) .Values.autoscaling.enabled -}}

@@ -89,6 +89,21 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- end -}}
 {{- end -}}
 
+{{/*
+Every template begins with `stoker.check`, which begins with this: `auto` becomes what it means here. A release whose slot
+is in its control plane's pod, as it was in the first release of the chart, stays what it is.
+*/}}
+{{- define "stoker.settleMode" -}}
+{{- if eq .Values.slots.mode "auto" -}}
+{{- $set := lookup "apps/v1" "StatefulSet" .Release.Namespace (include "stoker.fullname" .) | default dict -}}
+{{- $mode := "pods" -}}
+{{- range dig "spec" "template" "spec" "volumes" list $set -}}
+{{- if eq .name "pool" }}{{ $mode = "embedded" }}{{ end -}}
+{{- end -}}
+{{- $_ := set .Values.slots "mode" $mode -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Whether something is so: "true" or nothing. */}}
 {{- define "stoker.pods" -}}{{- if eq .Values.slots.mode "pods" }}true{{ end -}}{{- end -}}
 {{- define "stoker.postgresql" -}}
