@@ -33,8 +33,8 @@ def namespace(plain_cluster: TestCluster) -> str:
 
 @pytest.fixture(scope="session")
 def live_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestCluster]:
-    """Everything: two nodes whose pods run, and a node that is silent for four seconds is lost."""
-    with TestCluster(tmp_path_factory.mktemp("live"), nodes=2, node_grace_s=4.0) as cluster:
+    """Everything: two nodes whose pods run, and a node that is silent for eight seconds is lost."""
+    with TestCluster(tmp_path_factory.mktemp("live"), nodes=2, node_grace_s=8.0) as cluster:
         yield cluster
 
 

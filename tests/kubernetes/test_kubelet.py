@@ -331,3 +331,15 @@ def test_a_job_ends_and_says_so(live_cluster: TestCluster, live_namespace: str) 
 
     live_cluster.wait(complete, "the job's end")
     assert json.dumps(live_cluster.api.get("jobs", "j", live_namespace)["status"]["succeeded"]) == "1"
+
+
+def test_a_node_that_was_counted_as_lost_by_mistake_says_that_it_is_there(live_cluster: TestCluster) -> None:
+    unknown = [{"type": "Ready", "status": "Unknown", "reason": "NodeStatusUnknown", "message": ""}]
+    live_cluster.api.patch("nodes", "node-2", {"status": {"conditions": unknown}}, subresource="status")
+
+    def back() -> bool:
+        node = live_cluster.api.get("nodes", "node-2")
+        ready = next(each for each in node["status"]["conditions"] if each["type"] == "Ready")
+        return ready["status"] == "True" and not node["spec"].get("taints")
+
+    live_cluster.wait(back, "the node ready and without a taint")

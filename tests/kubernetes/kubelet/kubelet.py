@@ -27,7 +27,7 @@ import aiohttp
 from tests.kubernetes.addresses import Addresses
 from tests.kubernetes.apiserver.errors import ApiError
 from tests.kubernetes.client import Access, Client, Informer, suppress_api_error
-from tests.kubernetes.controllers.base import World
+from tests.kubernetes.controllers.base import World, condition
 from tests.kubernetes.kubelet.logs import LogServer
 from tests.kubernetes.kubelet.node import LEASES, NodeSpec, lease
 from tests.kubernetes.kubelet.processes import REPOSITORY
@@ -98,6 +98,7 @@ class Kubelet:
             slices, self._pods = Informer(self.client, "endpointslices"), Informer(self.client, "pods")
             self._services.listeners.append(self._service_changed)
             self._pods.listeners.append(self._pod_changed)
+            self._nodes = Informer(self.client, "nodes")
             maps = [Informer(self.client, plural) for plural in ("configmaps", "secrets")]
             for informer in maps:
                 informer.listeners.append(partial(self._source_changed, informer.plural))
@@ -106,7 +107,7 @@ class Kubelet:
             self._logs = LogServer(self.folder)
             for each in self._specs.values():
                 await self._register(each)
-            informers = (self._services, slices, self._pods, *maps)
+            informers = (self._services, slices, self._pods, self._nodes, *maps)
             tasks = [asyncio.create_task(each.run()) for each in informers]
             for each in informers:
                 await each.synced.wait()
@@ -149,6 +150,13 @@ class Kubelet:
                 await self._returned(name)
             with suppress(ApiError, aiohttp.ClientError, OSError):
                 await self._renew(name)
+                node = self._nodes.objects.get(("", name))
+                if node is not None and condition(node, "Ready").get("status") != "True":
+                    # Counted as lost by mistake, this process having had no time to say that it is there.
+                    await self._report_ready(name)
+
+    async def _report_ready(self, name: str) -> None:
+        await self.client.patch("nodes", "", name, {"status": {"conditions": self._specs[name].conditions()}}, "status")
 
     async def _renew(self, name: str) -> None:
         body = lease(name)
@@ -164,9 +172,7 @@ class Kubelet:
         """A node that is back: ready again, and rid of the pods that went while it was away."""
         with suppress(ApiError, aiohttp.ClientError, OSError):
             await self._renew(name)
-            await self.client.patch(
-                "nodes", "", name, {"status": {"conditions": self._specs[name].conditions()}}, "status"
-            )
+            await self._report_ready(name)
         for worker in [each for each in self._workers.values() if each.node == name]:
             key = (worker.pod["metadata"]["namespace"], worker.pod["metadata"]["name"])
             now = self._pods.objects.get(key)
