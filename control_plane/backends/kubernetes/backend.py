@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from control_plane.backends.base import SlotClass, SlotListener, SlotRefused, SlotUnavailable, SlotWait
+from control_plane.backends.base import SlotClass, SlotListener, SlotUnavailable, SlotWait
 from control_plane.backends.kubernetes.api import EVENTS, PODS, SLOT_POOLS, Api, ApiError, ApiRefused, Object
 from control_plane.backends.kubernetes.backoff import Backoff
 from control_plane.backends.kubernetes.home import PodHome, is_ready, is_running
@@ -472,6 +472,3 @@ def _refusal_words(error: ApiRefused) -> str:
     if error.status == 403:
         return f"the cluster refuses a slot's pod: {error.message}"
     return f"a slot's pod cannot be made: {error}"
-
-
-__all__ = ["Asked", "KubernetesBackend", "SlotRefused"]

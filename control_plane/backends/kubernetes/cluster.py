@@ -80,14 +80,13 @@ class Cluster:
         self._context = context
         self.backend = backend
         self.settings = context.settings.kubernetes
-        leads = lambda: context.loop.leads  # noqa: E731
-        self.tending = Tending(backend, leads, self._replicas_on, self._in_flight)
-        self.pool_status = PoolStatus(backend, leads, self._replicas_on)
+        self.tending = Tending(backend, self._leads, self._replicas_on, self._in_flight)
+        self.pool_status = PoolStatus(backend, self._leads, self._replicas_on)
         self._function_status = FunctionStatus(context, backend)
         self.function_objects = FunctionObjects(
             context.functions,
             Bonds(context.db),
-            leads,
+            self._leads,
             self._function_status.of,
             release=self.settings.release,
             make_objects=self.settings.function_objects == "all",
@@ -96,7 +95,8 @@ class Cluster:
         self._pool_file: PoolFile | None = None
         self._due = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._mirrored = False
+        self._mirrored = self._pool_file_settled = False
+        """Whether the lease names who leads, and the pools are those of the file."""
         self._wire()
 
     def _wire(self) -> None:
@@ -116,8 +116,11 @@ class Cluster:
 
     # --- life ---
 
+    def _leads(self) -> bool:
+        return self._context.loop.leads
+
     def lead_changed(self) -> None:
-        self._mirrored = False
+        self._mirrored = self._pool_file_settled = False
         self._due.set()
         self.tending.poke()
         self.pool_status.poke()
@@ -161,8 +164,6 @@ class Cluster:
 
     def _settled(self) -> bool:
         return not self._context.loop.leads or (self._mirrored and self._pool_file_settled)
-
-    _pool_file_settled = False
 
     async def _settle(self) -> None:
         api, pools, context = self.backend.api, self.backend.pools, self._context
