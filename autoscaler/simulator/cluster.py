@@ -147,7 +147,8 @@ class Slots:
 
     def start(self, number: int, function: SimFunction, placed: Placement, u: float, now_s: float) -> SimReplica:
         """A replica begins to start; `ready_s` is when it will be. `u` in [0, 1) says which of the measured starts."""
-        slot, starts, tier = self.all[placed.choice], function.starts, placed.tier
+        slot, starts = self.all[placed.choice], function.starts
+        tier = LOADING if placed.tier != POOL and function.name in slot.loading else placed.tier
         quick_s = starts.draw(u, POOL) if starts.expected_s(POOL) is not None else 0.0
         if tier == LOADING:
             taken_s = max(slot.loading[function.name] - now_s, 0.0) + quick_s

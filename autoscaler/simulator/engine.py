@@ -266,7 +266,7 @@ class Simulation:
         self._number += 1
         u = float(self._chance[function.index].random())
         replica = self.slots.start(self._number, spec, placed, u, now_s)
-        taken_s, tier = replica.ready_s - now_s, placed.tier
+        taken_s, tier = replica.ready_s - now_s, replica.tier
         function.starting_replicas.append(replica)
         self._push(replica.ready_s, READY, function, replica)
         result = self._results[function.index]

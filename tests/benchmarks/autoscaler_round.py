@@ -3,7 +3,7 @@
 Of the functions nine in ten are at zero (a quarter of those with a forecast's window ahead), one in twenty idle and
 warm, one in twenty busy on one to four replicas; one in a hundred has a request waiting at zero and starts. What is
 observed of each is put together within the time. Limits: forecasts are looked up and not made: they are made anew in
-the background, once a window each.
+the background, once a window each. Counted in CPU time of the one thread that does it, as machines are shared.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def round_of_decisions(functions: int = 10_000, slots: int = 1000) -> tuple[bool
     kind_of_slots = [SlotClass("default", 8, max_slots=slots)]
     walls, seen = [], {}
     for _ in range(ROUNDS):
-        begin_s, started, placed = time.perf_counter(), 0, 0
+        begin_s, started, placed = time.process_time(), 0, 0
         for index, kind in enumerate(kinds):
             waiting = running = 0
             replicas: tuple[ReplicaView, ...] = ()
@@ -105,7 +105,7 @@ def round_of_decisions(functions: int = 10_000, slots: int = 1000) -> tuple[bool
                 )  # fmt: skip
                 placed += place(work, homes, NOW_S) is not None
         decide_slots(kind_of_slots, {"default": SlotDemand(views, watched_s=3600.0)}, NOW_S)
-        walls.append(time.perf_counter() - begin_s)
+        walls.append(time.process_time() - begin_s)
         seen = {"started": started, "placed": placed}
     best_s = min(walls)
     report.table(
@@ -117,4 +117,4 @@ def round_of_decisions(functions: int = 10_000, slots: int = 1000) -> tuple[bool
         f"{functions:,} functions and {slots:,} slots within {LIMIT_S:g} s", report.median(walls) < LIMIT_S,
         f"{report.median(walls):.2f} s, {seen['started']} starts",
     )  # fmt: skip
-    return holds, {"functions": functions, "slots": slots, "wall_s": walls, **seen}
+    return holds, {"functions": functions, "slots": slots, "cpu_s": walls, **seen}

@@ -192,6 +192,24 @@ def test_loads_that_run_at_once_share_the_link() -> None:
     assert result.first_token_s.tolist() == pytest.approx([10.035, 18.035])
 
 
+def test_replicas_of_one_checkpoint_that_start_in_a_slot_at_once_load_it_once() -> None:
+    workload = make_workload([(0.0, 0, 10, 10), (1.0, 0, 10, 10)])
+    two = Planned(lambda view, now_s: Wish(2 if now_s >= 1.0 else 1, None, 1000.0))
+    result = simulate(workload, Cluster(slots=1, devices_per_slot=2), two, until_s=20.0)
+    assert result.functions[0].starts_by_tier == {"store": 1, "loading": 1}
+    # Its weights are there after 8 s, for the second as for the first; 2 s are each start's own.
+    assert result.functions[0].start_s_sum == pytest.approx(10.0 + 9.0)
+
+
+def test_a_process_that_goes_holds_its_devices_and_the_way_to_it_is_waited_for() -> None:
+    plain = simulate(make_workload([(5.0, 0, 100, 10)]), ONE, on_demand(3.0), until_s=100.0)
+    slow = make_workload([(5.0, 0, 100, 10)], [make_function(ends_s=4.0, way_s=0.5)])
+    result = simulate(slow, ONE, on_demand(3.0), until_s=100.0)
+    assert result.total("held_device_s") == pytest.approx(plain.total("held_device_s") + 4.0, abs=1e-3)
+    assert result.total("waited_s") == pytest.approx(plain.total("waited_s") + 0.5)
+    assert result.first_token_s[0] == pytest.approx(plain.first_token_s[0] + 0.5)
+
+
 def test_who_finds_no_room_starts_when_a_device_is_free() -> None:
     functions = [make_function("a"), make_function("b")]
     workload = make_workload([(0.0, 0, 10, 10), (1.0, 1, 10, 10)], functions)

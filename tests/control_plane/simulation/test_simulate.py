@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from control_plane.cli.main import app
-from control_plane.simulation.journal import service_of
+from control_plane.simulation.journal import service_of, way_of
 from control_plane.simulation.sizes import Size, functions_of
 from control_plane.simulation.tables import WIDE
 
@@ -126,3 +126,11 @@ def test_a_service_is_as_fast_as_its_requests_were() -> None:
     assert service.step_s(8) == pytest.approx(0.028, rel=0.02)
     assert service.first_token_s(400) == pytest.approx(0.421, rel=0.02)
     assert service_of(np.zeros((3, 8), np.int64), 32) is None
+
+
+def test_the_way_of_a_request_is_what_those_that_waited_least_neither_waited_nor_computed() -> None:
+    """20 ms on the way; every second one met a start, and some were never answered."""
+    rows = [[0, 10, 0, 5, 20_000 + 30_000 + (2_000_000 if n % 2 else 0), 0, 30_000, 0] for n in range(20)]
+    rows += [[0, 10, 0, 0, 0, 0, 0, 0]] * 5
+    assert way_of(np.asarray(rows, np.int64)) == pytest.approx(0.02)
+    assert way_of(np.zeros((3, 8), np.int64)) == 0.0

@@ -6,9 +6,11 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
+import pytest
 
-from autoscaler.start_times import TOTAL
+from autoscaler.start_times import END, TOTAL
 from control_plane.database import Database
 from control_plane.load_store import DAY_S, LoadStore
 from control_plane.load_windows import STORED, ClosedWindow, FunctionWindow
@@ -233,6 +235,17 @@ async def test_a_start_stands_under_the_farthest_tier_that_it_needed(database: D
     assert load.starts.tiers == ("disk",)
     assert load.starts.expected_s("disk", "prepare") == 0.3
     assert load.starts.expected_s(None, TOTAL) == 0.5
+
+
+async def test_what_a_process_took_to_go_is_no_start(database: Database) -> None:
+    plane = await leading(database)
+    plane.observations.started(status())
+    leaving = (Stage("drain", 0, 9_000_000), Stage("flush", 0, 100_000), Stage("exit", 0, 300_000))
+    plane.observations.ended(msgspec.structs.replace(status(), state=ReplicaState.ENDED, stages=leaving))
+    load = plane.observations.of(KEY)
+    assert load is not None
+    assert load.starts.expected_s(None, END) == pytest.approx(0.4), "what it still ran is not its end"
+    assert load.starts.expected_s(None, TOTAL) == 0.5 and load.starts.tiers == ("disk",)
 
 
 async def test_a_start_before_the_histories_are_restored_is_not_lost(database: Database) -> None:
