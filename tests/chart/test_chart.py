@@ -28,8 +28,17 @@ from tests.kubernetes.tools import helm
 SELECTOR = {"app.kubernetes.io/name": "stoker", "app.kubernetes.io/instance": "demo"}
 CONTROL_PLANE = {**SELECTOR, "app.kubernetes.io/component": "control-plane"}
 SLOTS = {**SELECTOR, "app.kubernetes.io/component": "slot"}
-OUTSIDE = {"HOME", "PGPASSWORD", "PGSSLROOTCERT", "PGSSLMODE", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}
-"""Variables that are not Stoker's own: their readers are libraries."""
+OUTSIDE = {
+    "HOME",
+    "STOKER_URL",
+    "STOKER_DATA_DIR",
+    "PGPASSWORD",
+    "PGSSLROOTCERT",
+    "PGSSLMODE",
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+}
+"""Variables that are no settings of the service: their readers are libraries, and commands inside of the pod."""
 
 
 def test_lint_is_clean() -> None:

@@ -159,6 +159,11 @@ ready, and says which (STOKER_REQUIRED names each with where it should come from
 {{- $required := dict "STOKER_ADMIN_KEY" (printf "field admin-key of secret %s" (include "stoker.adminKeySecret" .)) -}}
 - name: HOME
   value: /tmp
+{{- /* For commands inside of the pod: kubectl exec POD -- stoker doctor. */}}
+- name: STOKER_DATA_DIR
+  value: /data
+- name: STOKER_URL
+  value: http://127.0.0.1:8080
 - name: STOKER_DRAIN_S
   value: {{ .Values.drainSeconds | quote }}
 - name: STOKER_WARM_WORKERS
