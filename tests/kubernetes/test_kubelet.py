@@ -312,6 +312,8 @@ def test_paths_are_rewritten_where_nothing_can_be_mounted() -> None:
     from pathlib import Path
 
     mounts = [processes.Mount(Path("/f/slot"), "/slot"), processes.Mount(Path("/f/pool"), "/slot/pool")]
+    # What a path becomes is not looked at again.
+    mounts.append(processes.Mount(Path("/f/other"), "/f"))
     command = ["run", "--dir=/slot", "/slot/pool/x", "/slots", "/a/slot", "http://h/slot"]
     changed, env = processes.rewritten(command, {"D": "/slot:/other"}, mounts)
     assert changed == ["run", "--dir=/f/slot", "/f/pool/x", "/slots", "/a/slot", "http://h/slot"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,7 +16,6 @@ import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -163,17 +163,12 @@ async def execute(container: Running, command: list[str], timeout_s: float) -> t
 def rewritten(command: list[str], env: dict[str, str], mounts: list[Mount]) -> tuple[list[str], dict[str, str]]:
     """Paths of volumes in a command and environment, where the container cannot have them mounted."""
 
+    sources = {each.target.rstrip("/"): str(each.source) for each in mounts}
+    targets = "|".join(re.escape(each) for each in sorted(sources, key=len, reverse=True))
+    # In one pass: where a volume lies may look like another volume's path.
+    whole = re.compile(rf"(?<![A-Za-z0-9_/.\-])(?:{targets})(?=$|[/:,; \"'])")
+
     def one(text: str) -> str:
-        for each in sorted(mounts, key=lambda mount: -len(mount.target)):
-            target = each.target.rstrip("/")
-            parts = text.split(target)
-            made = parts[0]
-            for before, after in pairwise(parts):
-                whole = (not before or not (before[-1].isalnum() or before[-1] in "/_-.")) and (
-                    not after or after[0] in "/:,; \"'"
-                )
-                made += (str(each.source) if whole else target) + after
-            text = made
-        return text
+        return whole.sub(lambda match: sources[match[0]], text) if sources else text
 
     return [one(each) for each in command], {name: one(each) for name, each in env.items()}
