@@ -25,6 +25,8 @@ they are busy."""
 _LOCKS: Final = 16
 _TRIALS: Final = 8
 """Huge pages made before their price is judged."""
+_REFUSALS: Final = 3
+"""Where memory is in pieces, one in fifty huge pages was not to be had though the next was."""
 _WORTH_S: Final = 0.004
 """Of this thread's processor time, a huge page. Small pages in its place cost 0.002, and something wherever they are
 mapped; a huge one costs 0.0002 where the kernel has it whole, and 0.002 where it must first move others away. Not by
@@ -42,7 +44,7 @@ class FormMemory:
         self._entered = bytearray(-(-nbytes // REGION_BYTES))
         self._locks = [threading.Lock() for _ in range(_LOCKS)]
         self._asks_huge = True
-        self._made, self._made_s = 0, 0.0
+        self._made, self._made_s, self._refused = 0, 0.0, 0
 
     @staticmethod
     def retired(path: Path) -> FormMemory:
@@ -119,10 +121,13 @@ class FormMemory:
 
     def _make_huge(self, at: int, nbytes: int) -> bool:
         begin_s = time.thread_time()
-        if not enter_huge(self._address + at, nbytes):
+        given = enter_huge(self._address + at, nbytes)
+        self._made_s += time.thread_time() - begin_s
+        if given:
+            self._made += nbytes // HUGE_BYTES
+        else:
+            self._refused += 1
+        too_dear = self._made >= _TRIALS and self._made_s > self._made * _WORTH_S
+        if too_dear or self._refused >= _REFUSALS:
             self._asks_huge = False
-            return False
-        self._made, self._made_s = self._made + nbytes // HUGE_BYTES, self._made_s + time.thread_time() - begin_s
-        if self._made >= _TRIALS and self._made_s > self._made * _WORTH_S:
-            self._asks_huge = False
-        return True
+        return given

@@ -98,11 +98,11 @@ def test_huge_pages_that_are_not_to_be_had_are_not_asked_for_again(
         return answer == "slow"
 
     monkeypatch.setattr(form_memory, "enter_huge", huge)
-    nbytes = 3 * REGION_BYTES
+    nbytes = 4 * REGION_BYTES
     handle = new_file(shared_memory / "form", nbytes)
     memory = FormMemory(shared_memory / "form", handle, nbytes)
     memory.view(0, nbytes)[-1:] = b"x"
-    assert asked == [REGION_BYTES]
+    assert asked == [REGION_BYTES] * (1 if answer == "slow" else 3)
     os.close(handle)
 
 
