@@ -233,8 +233,8 @@ def test_quotas_are_set_shown_and_taken_away(stoker: Stoker) -> None:
     rows = [line.split() for line in stoker("quotas", "ls").out.splitlines()]
     assert ["acme", "4", "2", "0", "0", "-"] in [row[:6] for row in rows]
     said = stoker("quotas", "set", "acme", "--kv-bytes", "1048576")
-    assert said.out == "tenant acme: any number of devices, weight 1; holds 0; keeps at most 1.0 MiB of KV\n"
-    assert "1.0 MiB" in next(line for line in stoker("quotas", "ls").out.splitlines() if line.startswith("acme"))
+    assert said.out == "tenant acme: any number of devices, weight 1; holds 0; keeps at most 1 MiB of KV\n"
+    assert "1 MiB" in next(line for line in stoker("quotas", "ls").out.splitlines() if line.startswith("acme"))
     assert stoker("quotas", "rm", "acme").out == "tenant acme has no quota any more\n"
     refused = stoker("quotas", "rm", "acme")
     assert (refused.status, "acme has no quota" in refused.err) == (1, True)
