@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from control_plane.cli import quotas, rules
+from control_plane.cli.kv_commands import kv_app
 from control_plane.cli.model_commands import models_app
 from control_plane.cli.options import DataDirOption, JsonOption, UrlOption, command
 
@@ -25,7 +26,6 @@ app = typer.Typer(
 keys_app = typer.Typer(help="API keys.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(keys_app, name="keys")
 app.add_typer(models_app, name="models")
-kv_app = typer.Typer(help="Stored KV of prompts and conversations.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(kv_app, name="kv")
 encryption_app = typer.Typer(
     help="A key of your own for what is stored of your requests.", no_args_is_help=True, rich_markup_mode=None
@@ -406,58 +406,6 @@ def simulate(
         price_usd=price_usd, seed=seed, out=out,
     )  # fmt: skip
     run_simulation(data_dir, url, asked, as_json)
-
-
-@command(kv_app, "ls")
-def kv_ls(data_dir: DataDirOption = None, url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """What is kept: packs with their size, use and state."""
-    from control_plane.cli.kv import show_kv
-
-    show_kv(data_dir, url, as_json)
-
-
-@command(kv_app, "inspect")
-def kv_inspect(
-    name: Annotated[
-        str, typer.Argument(metavar="PACK|CHAIN", help="First digits of a pack, or a chunk's whole chain.")
-    ],
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """What a pack holds, by its own headers: chunks, positions, layers, identity."""
-    from control_plane.cli.kv import inspect_kv
-
-    inspect_kv(data_dir, url, name, as_json)
-
-
-@command(kv_app, "verify")
-def kv_verify(
-    packs: Annotated[list[str] | None, typer.Argument(metavar="[PACK]...", help="Packs [all that are live].")] = None,
-    data_dir: DataDirOption = None,
-    url: UrlOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Read every byte again; what is not as it was written is quarantined. Exit 1 if anything was."""
-    from control_plane.cli.kv import verify_kv
-
-    verify_kv(data_dir, url, packs or [], as_json)
-
-
-@command(kv_app, "rebuild-index")
-def kv_rebuild_index(data_dir: DataDirOption = None, url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """Make the index again from the headers of what lies in the store."""
-    from control_plane.cli.kv import rebuild_index
-
-    rebuild_index(data_dir, url, as_json)
-
-
-@command(kv_app, "gc")
-def kv_gc(data_dir: DataDirOption = None, url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """Collect now: what nothing leads to, what is not worth its bytes or over quota, what nobody names."""
-    from control_plane.cli.kv import collect_kv
-
-    collect_kv(data_dir, url, as_json)
 
 
 @command(encryption_app, "show")
