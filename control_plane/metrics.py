@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from control_plane.histogram import Histogram
 from control_plane.live_request import LiveRequest
+from control_plane.picker_meter import picker_families
 from control_plane.records import RequestState
 from control_plane.scaling_meter import scaling_families
 from control_plane.start_meter import StartMeter
@@ -126,6 +127,7 @@ class _Collector:
         yield from metrics.store_meter.families(context)
         yield from metrics.start_meter.families(context)
         yield from scaling_families(context)
+        yield from picker_families(context)
         if context.cluster is not None:
             from control_plane.backends.kubernetes.meter import cluster_families
 
