@@ -78,8 +78,13 @@ class Durable:
         return found
 
     def objects(self) -> dict[str, bytes]:
-        folder = self._data_dir / "objects"
-        return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+        """Those that are not deleted while one looks: KV of a request that is over goes when its replica gets to it."""
+        folder, found = self._data_dir / "objects", dict[str, bytes]()
+        for path in sorted(folder.rglob("*")):
+            with contextlib.suppress(FileNotFoundError):
+                if path.is_file():
+                    found[str(path.relative_to(folder))] = path.read_bytes()
+        return found
 
     def known_packs(self) -> set[str]:
         return self._books.known_packs()

@@ -56,7 +56,8 @@ def test_with_the_store_away_only_those_who_need_it_are_refused(tmp_path: Path) 
             service.call("POST", "/v1/completions", {"model": "needs", **BODY})
         assert refused.value.status == 503 and "Connection refused" in refused.value.body
         told = ps(service)
-        assert "object store is unusable" in told and "(unreachable)" in told and "Requests run" in told
+        assert "object store is unusable" in told and "(unreachable)" in told
+        assert "(kv_store: required): needs\n" in told and "Run without it" in told and told.rstrip().endswith("plain")
         assert "The object store cannot be used (unreachable)" in service.tail()
         assert "stoker_object_store_usable 0.0" in service.call("GET", "/metrics")
 
