@@ -45,8 +45,8 @@ UNSEEN: Final = "(cluster)"
 """Stands for the slots there may be, until the cluster has said which there are."""
 DELETE_TRIES: Final = 4
 CONNECT_AGAIN_S: Final = 5.0
-AMBIGUOUS_S: Final = 30.0
-"""How long a pod whose creation was not answered may yet show up."""
+UNANSWERED_S: Final = 30.0
+"""How long the creation of a pod is asked for again under the same name, where no answer came."""
 
 
 @dataclass(slots=True)
@@ -227,7 +227,7 @@ class KubernetesBackend(LinkedSlots):
 
     def trouble(self, class_name: str) -> str:
         backoff = self.backoffs.get(class_name)
-        return backoff.words if backoff is not None and backoff.failures else ""
+        return backoff.words if backoff is not None and backoff.is_recent(time.monotonic()) else ""
 
     def free_bytes(self, slot_id: str) -> int:
         kind = self.kinds.all.get(self.class_of(slot_id))
@@ -372,18 +372,37 @@ class KubernetesBackend(LinkedSlots):
             return
         self.creates += 1
         try:
-            created = await self.api.create(PODS, body)
+            created = await self._created(self.api, name, class_name, body)
         except ApiRefused as error:
             self.asked.pop(name, None)
             self.failed(class_name, _refusal_words(error), error.retry_after_s)
-        except ApiError as error:
-            # Whether there is a pod now is not known: if there is, the watch will tell.
-            logger.warning("event=pod_create_unclear pod=%s error=%s", name, error)
-            self.failed(class_name, str(error))
-            await asyncio.sleep(AMBIGUOUS_S)
+        except ApiError:
+            # Whether there is a pod is still not known: if there is, the watch will tell.
             self.asked.pop(name, None)
+            self.on_pods("")
         else:
-            self.pods.written(created)
+            if created is not None:
+                self.pods.written(created)
+
+    async def _created(self, api: Api, name: str, class_name: str, body: Object) -> Object | None:
+        """A call that was not answered is made again: under one name there is one pod at most, however often it was
+        heard. None: the watch has told of it meanwhile."""
+        until_s = time.monotonic() + UNANSWERED_S
+        while True:
+            try:
+                return await api.create(PODS, body)
+            except ApiRefused as error:
+                if error.reason != "AlreadyExists":
+                    raise
+                return await api.get(PODS, name)
+            except ApiError as error:
+                logger.warning("event=pod_create_unanswered pod=%s error=%s", name, error)
+                self.failed(class_name, str(error))
+                if time.monotonic() > until_s:
+                    raise
+            await asyncio.sleep(self.backoffs[class_name].pausing_s(time.monotonic()))
+            if name not in self.asked:
+                return None
 
     def failed(self, class_name: str, words: str, retry_after_s: float | None = None) -> None:
         """A slot of this class did not come: the next is not tried at once."""

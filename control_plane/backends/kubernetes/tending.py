@@ -223,9 +223,10 @@ class Tending:
             await self._mark(name, wanted, now_s)
 
     def _tell_lasting(self, now_s: float) -> None:
-        """What the cluster has refused for long enough is not waited for any longer."""
+        """What the cluster has refused for long enough is not waited for any longer, until it is tried again: for that
+        somebody has to wait."""
         for class_name, backoff in self._backend.backoffs.items():
-            if backoff.failures and backoff.lasted_s(now_s) > self._backend.settings.trouble_s:
+            if backoff.pausing_s(now_s) > 0 and backoff.lasted_s > self._backend.settings.trouble_s:
                 self.on_failed(class_name, backoff.words)
 
     async def _try(self, name: str, work: Callable[[str], object]) -> None:

@@ -181,15 +181,25 @@ def test_news_that_come_late_do_not_take_a_slot_back() -> None:
 def test_a_class_that_fails_is_tried_less_and_less_often_until_a_slot_comes() -> None:
     backoff, now_s, tries = Backoff(), 0.0, 0
     assert backoff.pausing_s(now_s) == 0
+    last_s = 0.0
     while now_s < 3600:
         if backoff.pausing_s(now_s) == 0:
-            tries += 1
+            tries, last_s = tries + 1, now_s
             backoff.failed(now_s, "quota")
         now_s += 0.5
     assert tries <= 7 + 3600 / MOST_S + 1, "never a hot loop"
-    assert backoff.lasted_s(now_s) == now_s
+    assert backoff.lasted_s == last_s > 3600 - 2 * MOST_S
     backoff.succeeded()
     backoff.failed(now_s, "again")
     assert backoff.pausing_s(now_s) == FIRST_S
     backoff.failed(now_s, "busy", retry_after_s=77.0)
     assert backoff.pausing_s(now_s) == 77.0
+
+
+def test_one_failure_does_not_last_however_long_ago_it_was() -> None:
+    backoff = Backoff()
+    backoff.failed(0.0, "no answer")
+    assert backoff.lasted_s == 0.0 and backoff.is_recent(FIRST_S)
+    assert not backoff.is_recent(3600.0), "nobody needed a slot since: nothing is known of now"
+    backoff.failed(3600.0, "no answer")
+    assert (backoff.failures, backoff.lasted_s, backoff.pausing_s(3600.0)) == (1, 0.0, FIRST_S)
