@@ -107,7 +107,7 @@ class Plane:
         return await until(lambda: self.slot.living[index] if len(self.slot.living) > index else None)
 
 
-async def until(look: Callable[[], Any], within_s: float = 5.0) -> Any:
+async def until(look: Callable[[], Any], within_s: float = 15.0) -> Any:
     """What `look` finds, as soon as it finds something."""
     async with asyncio.timeout(within_s):
         while not (found := look()):  # noqa: ASYNC110
