@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import suppress
 from typing import Final, Protocol
 
 from control_plane.backends.agent_client import AgentClient
 from control_plane.backends.base import SlotListener, SlotUnavailable
+from control_plane.tasks import end_task
 from function_runtime.protocol import AgentInfo
 
 logger = logging.getLogger(__name__)
@@ -95,10 +95,7 @@ class SlotLink:
         self._task = asyncio.get_running_loop().create_task(self._watch(listener))
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+        await end_task(self._task)
 
     async def shutdown_agent(self, grace_s: float) -> None:
         if self._client is not None:

@@ -33,9 +33,6 @@ class Backoff:
         self.until_s = now_s + max(pause_s, retry_after_s or 0.0)
         self.words = words
 
-    def succeeded(self) -> None:
-        self.failures, self.until_s, self.words = 0, float("-inf"), ""
-
     def pausing_s(self, now_s: float) -> float:
         """Seconds left; 0: it may be tried."""
         return max(self.until_s - now_s, 0.0) if self.failures else 0.0

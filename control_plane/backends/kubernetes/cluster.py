@@ -32,6 +32,7 @@ from control_plane.lanes import FunctionKey
 from control_plane.peers import Refusal
 from control_plane.records import OutcomeError
 from control_plane.settings import Settings
+from control_plane.tasks import end_task
 from function_runtime.protocol import ReplicaState, ReplicaStatus
 
 if TYPE_CHECKING:
@@ -143,10 +144,7 @@ class Cluster:
         self._context.slot_scaling.poke()
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+        await end_task(self._task)
         await self.tending.close()
         await self.pool_status.close()
         await self.function_objects.close()

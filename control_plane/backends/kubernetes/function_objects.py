@@ -33,6 +33,7 @@ from control_plane.errors import NotFound, StokerError
 from control_plane.functions import Function, FunctionStore
 from control_plane.lanes import FunctionKey
 from control_plane.spec import FunctionSpec, parse_mapping
+from control_plane.tasks import end_task
 
 logger = logging.getLogger(__name__)
 
@@ -84,10 +85,7 @@ class FunctionObjects:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+        await end_task(self._task)
         if self.objects is not None:
             await self.objects.close()
 

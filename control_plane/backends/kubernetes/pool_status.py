@@ -21,6 +21,7 @@ from control_plane.backends.kubernetes.phases import COMING, Phase, Seen, now_te
 from control_plane.backends.kubernetes.pods import POOL_LABEL, label_of
 from control_plane.backends.kubernetes.status import Condition, status_patch
 from control_plane.backends.kubernetes.watching import generation_of
+from control_plane.tasks import end_task
 
 logger = logging.getLogger(__name__)
 
@@ -94,10 +95,7 @@ class PoolStatus:
         self._due.set()
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+        await end_task(self._task)
 
     async def _run(self) -> None:
         pause_s = None

@@ -20,6 +20,7 @@ from control_plane.backends.kubernetes.api import PODS, ApiError
 from control_plane.backends.kubernetes.backend import KubernetesBackend
 from control_plane.backends.kubernetes.phases import COMING, Phase, budget_s
 from control_plane.backends.kubernetes.pods import DELETION_COST, IN_FLIGHT, SAFE_TO_EVICT, annotation_of, marks
+from control_plane.tasks import end_task
 
 logger = logging.getLogger(__name__)
 
@@ -145,10 +146,7 @@ class Tending:
         self._due.set()
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+        await end_task(self._task)
 
     async def _run(self) -> None:
         while True:

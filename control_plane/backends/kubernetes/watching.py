@@ -12,10 +12,10 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Final
 
 from control_plane.backends.kubernetes.api import Api, ApiError, ApiRefused, Object, Resource
+from control_plane.tasks import end_task
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +75,7 @@ class Watching:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._task
+        await end_task(self._task)
 
     async def _run(self) -> None:
         faults = 0

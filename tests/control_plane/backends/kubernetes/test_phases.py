@@ -189,7 +189,7 @@ def test_a_class_that_fails_is_tried_less_and_less_often_until_a_slot_comes() ->
         now_s += 0.5
     assert tries <= 7 + 3600 / MOST_S + 1, "never a hot loop"
     assert backoff.lasted_s == last_s > 3600 - 2 * MOST_S
-    backoff.succeeded()
+    backoff = Backoff()
     backoff.failed(now_s, "again")
     assert backoff.pausing_s(now_s) == FIRST_S
     backoff.failed(now_s, "busy", retry_after_s=77.0)
