@@ -30,8 +30,12 @@ expected within this time is waited for, however short the pass."""
 ON_TRACK: Final = 0.4
 """Share of a pass in which everything is expected here and computing does not begin: giving the pass up could cost as
 much as a layer, and reading has the processor to itself."""
-SMALL: Final = 0.06
-"""Share of computing everything, for the same."""
+SMALL: Final = 0.15
+"""Share of computing everything, for the same: computing beside it could save a seventh of the read at most, and slows
+it by more where both need the processor (a store on the same two cores: by half)."""
+STALL: Final = 0.03
+"""Share of computing everything that is waited, whatever is late, where less than `SMALL` was expected: a machine that
+stalls for a tenth of a second is no sign of a slow store."""
 PROBES: Final = 2
 
 
@@ -157,7 +161,10 @@ class Steering:
         waited_s = self._waited_s + (now_s - self._waiting_since_s if self._waiting_since_s is not None else 0.0)
         if not alone:
             return left_s < pass_s and waited_s < pass_s
-        most_s = max(ON_TRACK * pass_s, SMALL * costs.between(0, known.total), LATE_S)
+        whole_s = costs.between(0, known.total)
+        most_s = max(ON_TRACK * pass_s, SMALL * whole_s, LATE_S)
+        if self._supply.is_known and 0 < self._expected_s < most_s and waited_s < STALL * whole_s:
+            return True
         return left_s < most_s and waited_s < (most_s if self._supply.completed else self._patience_s(pass_s, most_s))
 
     def _patience_s(self, pass_s: float, most_s: float) -> float:

@@ -342,13 +342,16 @@ def full_disk(loads: Loads, slot: int, model: int) -> None:
     loads.evict(slot, model)
     loads.prefer(slot, "make")
     before = resource.prlimit(agent.process.pid, resource.RLIMIT_FSIZE)
-    # The loader that waits has its limits already.
-    pids = [agent.process.pid, *(process.pid for process in agent.family() if process.pid != agent.process.pid)]
 
     def limit(most: tuple[int, int]) -> None:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, most)
+        """Of the agent and all that came of it. Whatever is born meanwhile has its parent's limit, so that a look which
+        finds nobody new ends it."""
+        done: set[int] = set()
+        while pids := {agent.process.pid, *(process.pid for process in agent.family())} - done:
+            for pid in sorted(pids):
+                with contextlib.suppress(ProcessLookupError):
+                    resource.prlimit(pid, resource.RLIMIT_FSIZE, most)
+            done |= pids
 
     limit((FULL_BYTES, before[1]))
     try:

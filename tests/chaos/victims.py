@@ -92,6 +92,7 @@ class Victims:
 
 @contextlib.contextmanager
 def files_cannot_grow(pids: Sequence[int]) -> Iterator[None]:
+    """Of these processes, and of what they start meanwhile, which has the limit from them."""
     before: dict[int, tuple[int, int]] = {}
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -103,6 +104,17 @@ def files_cannot_grow(pids: Sequence[int]) -> Iterator[None]:
         for pid, limits in before.items():
             with contextlib.suppress(ProcessLookupError):
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+        born = [(child, limits) for pid, limits in before.items() for child in descendants(pid) - before.keys()]
+        for pid, limits in born:
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+
+
+def descendants(pid: int) -> set[int]:
+    try:
+        return {child.pid for child in psutil.Process(pid).children(recursive=True)}
+    except psutil.NoSuchProcess:
+        return set()
 
 
 def send_signal(pid: int, number: signal.Signals) -> bool:

@@ -232,6 +232,16 @@ def test_a_store_that_gets_slow_in_between_never_costs_much_more_than_computing(
     assert took.seconds <= 1.1 * recompute_s + first_pass_s
 
 
+@pytest.mark.parametrize("stalled_s", [0.1, 0.4, 0.8])
+def test_a_quick_store_is_waited_for_through_a_stall_of_the_machine(stalled_s: float) -> None:
+    known, quick = prompt(8000, fast=True), store(0.02, 200)
+    stalled = replace(quick, bytes_per_s=1e3)
+    took = resume(known, lambda now_s: stalled if 0.1 < now_s < 0.1 + stalled_s else quick, measured_of(quick))
+    loaded = resume(known, quick, measured_of(quick), loads=True)
+    assert took.computed_tokens == 0
+    assert took.seconds <= loaded.seconds + stalled_s + 2 * TICK_S
+
+
 @settings(deadline=None, max_examples=12)
 @given(st.sampled_from(LENGTHS), stores, stores)
 def test_beside_others_a_pass_is_not_given_up_and_costs_itself_at_most(
