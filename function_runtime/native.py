@@ -28,9 +28,10 @@ from function_runtime.engine_like import EngineLike, EngineStats, KvLayout, Rest
 from function_runtime.errors import EngineFault, LoadError
 from function_runtime.inbox import Inbox
 from function_runtime.kv.arrival import Arrival
+from function_runtime.kv.contention import ComingWeights, WhatComes, nothing
 from function_runtime.kv.identity import KvIdentity
 from function_runtime.kv.kept_speeds import KeptSpeeds
-from function_runtime.kv.reader import Capabilities
+from function_runtime.kv.reader import MEASURED_LATELY_S, Capabilities
 from function_runtime.kv.service import DurableKv
 from function_runtime.kv.speeds import Measured
 from function_runtime.kv_service import KvService
@@ -179,6 +180,7 @@ class NativeBuilder:
         self._artifacts: Artifacts | None = None
         self._speeds: KeptSpeeds | None = None
         self._measured: Measured | None = None
+        self._form: PreparedFile | None = None
 
     def warm_up(self) -> None:
         """Starts the compute threads and faults in the code of the operations every model runs."""
@@ -225,7 +227,7 @@ class NativeBuilder:
             if mapped is None or not mapped.is_current:
                 mapped = MappedForm.open(prepared, arriving)
             self._ahead.clear()
-            form = mapped.form
+            form = self._form = mapped.form
             if form.identity != manifest.identity:
                 raise LoadError("identity_mismatch", f"{prepared} is of another checkpoint", retry=True)
             stage.nbytes, stage.tier = form.nbytes, "pool"
@@ -252,6 +254,12 @@ class NativeBuilder:
         if self._speeds is not None and self._measured is not None:
             self._speeds.keep(self._measured)
 
+    def _coming(self, store: str, measured: Measured) -> WhatComes:
+        form = self._form
+        if form is None or form.pace is None:
+            return nothing
+        return ComingWeights(form, measured, by_network=not store.startswith("file:"), lately_s=MEASURED_LATELY_S)
+
     def open_kv(
         self, spec: ReplicaSpec, engine: EngineLike, inbox: Inbox, serving: Callable[[], Serving]
     ) -> KvService | None:
@@ -266,14 +274,15 @@ class NativeBuilder:
             rope=json.dumps(rope, sort_keys=True, separators=(",", ":")),
             engine_format=f"{ENGINE_FORMAT}/{spec.options.device.partition(':')[0]}",
         )
+        measured = engine.measured if isinstance(engine, NativeEngine) else Measured()
         kv = DurableKv(
             spec.kv_store,
             identity,
             inbox,
             serving,
             chunk_tokens=spec.options.kv_chunk_tokens,
-            measured=engine.measured if isinstance(engine, NativeEngine) else None,
-            engine=Capabilities(layout.num_layers, spec.options.step_tokens),
+            measured=measured,
+            engine=Capabilities(layout.num_layers, spec.options.step_tokens, self._coming(spec.kv_store, measured)),
         )
         if self._artifacts_dir is not None:
             options = spec.options

@@ -21,6 +21,7 @@ from typing import Final
 
 from model_loader import futex
 from model_loader.errors import FormatError, LoaderError, SourceUnavailable, error_from_code
+from model_loader.pace import NOTES, Pace
 
 _HEADER: Final = struct.Struct("<8sIIIIQ")
 """magic, word that changes, state, groups, bytes of the error, bytes landed"""
@@ -28,6 +29,7 @@ _MAGIC: Final = b"STOKRBD1"
 _WORD_AT: Final = 8
 _STATE_AT: Final = 12
 _BYTES_AT: Final = 24
+_NOTES_AT: Final = 32
 _ERROR_AT: Final = 64
 _ERROR_BYTES: Final = 960
 _TIMES_AT: Final = _ERROR_AT + _ERROR_BYTES
@@ -60,6 +62,7 @@ class Board:
         self._handle = handle
         self._word = 0
         self._landed_bytes = 0
+        self._began = (0, 0, 1)
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def landed(self, group: int, nbytes: int = 0) -> None:
@@ -69,6 +72,17 @@ class Board:
             struct.pack_into("<Q", self._map, at, time.monotonic_ns())
         self.moved(nbytes)
         self._tell()
+
+    def begin(self, far_bytes: int, threads: int) -> None:
+        """Reading begins, by so many threads; `far_bytes` come over a network."""
+        self._began = (time.monotonic_ns(), far_bytes, max(1, threads))
+        self.note(0, 0.0)
+
+    def note(self, came_bytes: int, waited_s: float) -> None:
+        """What has come over the network, and how long threads waited for it, summed."""
+        began_ns, far_bytes, threads = self._began
+        waited_ms = min(int(waited_s * 1000), 0xFFFFFFFF)
+        NOTES.pack_into(self._map, _NOTES_AT, began_ns, far_bytes, came_bytes, waited_ms, threads)
 
     def moved(self, nbytes: int) -> None:
         """Something came, so that who waits sees that the loader is not stuck when it looks. Wakes nobody."""
@@ -125,6 +139,15 @@ class BoardView:
     @property
     def is_complete(self) -> bool:
         return self.state is LoadState.COMPLETE
+
+    def pace(self, form_bytes: int) -> Pace | None:
+        """Of the load under way; None: there is none, or it has not begun to read."""
+        began_ns, far_bytes, came_bytes, waited_ms, threads = NOTES.unpack_from(self._map, self._offset + _NOTES_AT)
+        if not began_ns or self.state is not LoadState.LOADING:
+            return None
+        passed_s = max((time.monotonic_ns() - began_ns) / 1e9, 1e-6)
+        waiting = waited_ms / 1e3 / (passed_s * max(1, threads))
+        return Pace(passed_s, self.landed_bytes, form_bytes, far_bytes, came_bytes, waiting)
 
     def landed_ns(self, group: int) -> int:
         """When it landed; 0 while it has not."""

@@ -19,6 +19,7 @@ from model_loader.chunks import CHUNK_BYTES, ChunkList
 from model_loader.errors import FormatError, IntegrityError, SourceMissing
 from model_loader.file_memory import address_of, enter_for_reading, map_file
 from model_loader.llama_layout import ITEM_BYTES
+from model_loader.pace import Pace
 from model_loader.prepared_layout import PAGE_BYTES, Preamble, PreparedTensor, read_table, read_tensors
 
 if TYPE_CHECKING:
@@ -114,6 +115,11 @@ class PreparedFile:
         """Returns when the group's tensors are there; raises what kept them."""
         if self.board is not None:
             self.board.wait(group, while_waiting)
+
+    @property
+    def pace(self) -> Pace | None:
+        """Of the load that fills it; None: it is here, or that cannot be said."""
+        return self.board.pace(self.preamble.body_bytes) if self.board is not None else None
 
     def populate(self, offset: int = 0, nbytes: int | None = None) -> None:
         """Enters pages of the file into this process's page tables now, which costs less than a fault at the first use

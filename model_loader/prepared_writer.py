@@ -27,6 +27,7 @@ from model_loader.errors import FormatError, LoaderError, SourceMissing, SourceU
 from model_loader.form_memory import FormMemory
 from model_loader.pool_room import is_memory
 from model_loader.prepared_layout import PAGE_BYTES, TensorPlan, plan_layout
+from model_loader.ranges.source import ReadStats
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -63,6 +64,7 @@ class PreparedWriter:
         self._board: Board | None = None
         self._lock = threading.Lock()
         self._committed = False
+        self._stats: ReadStats | None = None
 
     @property
     def nbytes(self) -> int:
@@ -152,11 +154,20 @@ class PreparedWriter:
             if self._board is not None:
                 self._board.landed(group)
 
+    def follow(self, stats: ReadStats, far_bytes: int, threads: int) -> None:
+        """Reading begins; what `stats` counts is told to whoever plans around this load."""
+        with self._lock:
+            self._stats = stats if far_bytes else None
+            if self._board is not None:
+                self._board.begin(far_bytes, threads)
+
     def moved(self, nbytes: int) -> None:
         """Something is on its way: who waits knows that it is worth while. From any thread."""
         with self._lock:
             if self._board is not None:
                 self._board.moved(nbytes)
+                if self._stats is not None:
+                    self._board.note(*self._stats.afar())
 
     def complete(self) -> None:
         """Everything has landed: the form may be used, though it has neither its list of chunks nor its name yet."""

@@ -86,19 +86,28 @@ def prepare(
     ):  # fmt: skip
         reader = VerifiedReader(checkpoint_chunks(manifest), sources or own, threads=threads)
         reader.check_sizes()
+        maker = _Maker(manifest, dtype, reader, writer, reporter.add)
+        is_copied = all(maker.is_copied(tensor, part) for tensor in wanted for part in tensor.parts)
+        makers = threads or len(os.sched_getaffinity(0))
+        writer.follow(reader.stats, _far_bytes(manifest, reader), reader.threads if is_copied else makers)
         if progress is not None:
             progress(Progress("arriving", 0, total_bytes, str(writer.temporary)))
-        maker = _Maker(manifest, dtype, reader, writer, reporter.add)
-        if all(maker.is_copied(tensor, part) for tensor in wanted for part in tensor.parts):
+        if is_copied:
             maker.copy_all(wanted)
         else:
-            maker.make_all(wanted, threads or len(os.sched_getaffinity(0)))
+            maker.make_all(wanted, makers)
         writer.complete()
         if on_complete is not None:
             on_complete()
         writer.commit(durable=durable, threads=threads)
     reporter.finish()
     return reader.stats
+
+
+def _far_bytes(manifest: Manifest, reader: VerifiedReader) -> int:
+    """Of the checkpoint's tensors, what comes over a network."""
+    far = [reader.is_far(file.path) for file in manifest.files]
+    return sum(tensor.nbytes for tensor in manifest.tensors if far[tensor.file])
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,8 @@ from function_runtime.passes import Passes
 from function_runtime.protocol import KvChunk
 
 _NEVER: Final = float("inf")
+_LINK_LOOK_S: Final = 0.1
+"""How often it is looked whether the weights are here, where they have the link first."""
 _LOOK_S: Final = 0.05
 """How often whoever waits for a layer looks whether that is still worth it."""
 
@@ -184,15 +186,25 @@ class Arrival:
         """Computing has got there."""
         if self.steering is not None:
             self.steering.is_at(position)
-            pump = self.pump
-            if pump is not None:
-                pump()
+            self.ask()
 
     def holds_up(self, position: int) -> bool:
         """Whether the position's KV is on its way and had better be waited for."""
         if self.reach(0, position, promised=True) <= self.reach(0, position):
             return False
         return self.steering is None or self.steering.waits(position, self.is_alone)
+
+    def ask(self) -> None:
+        """For more, if there is a reason by now that there was not before."""
+        pump = self.pump
+        if pump is not None:
+            pump()
+
+    def wait_and_ask(self) -> None:
+        """For a while, by whoever follows it."""
+        leaves_link = self.steering is not None and self.steering.leaves_link
+        self.wait(_LINK_LOOK_S if leaves_link else 1.0)
+        self.ask()
 
     def turn_back(self) -> None:
         """The front is computed meanwhile."""

@@ -2,6 +2,8 @@
 
     seconds = max(compute [0, a), read [a, b)) + compute [b, known)        over all runs of chunks [a, b)
 
+(where weights are still coming, each of the three as `contention` says)
+
 The beginning is computed while the rest is read: KV depends on what is before it only, so what is computed from the
 front and what is read behind it fit together where they meet. Recomputing everything is the empty run, loading
 everything the longest one from 0; the fastest is taken. Where nothing is computed in front, the first pass over the
@@ -18,6 +20,7 @@ from typing import Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from function_runtime.kv.contention import Coming
 from function_runtime.kv.speeds import Speeds
 
 Seconds: TypeAlias = NDArray[np.float64]
@@ -94,14 +97,17 @@ class Plan:
         return self.end > self.start
 
 
-def plan(known: Known, candidates: Sequence[Candidate], speeds: Speeds) -> Plan:
-    """`candidates` follow one another without a gap; what reaches beyond the prompt is of use only with all before."""
+def plan(known: Known, candidates: Sequence[Candidate], speeds: Speeds, coming: Coming | None = None) -> Plan:
+    """`candidates` follow one another without a gap; what reaches beyond the prompt is of use only with all before.
+    `coming`: the weights, if they are not here yet."""
     cost = Costs(known, speeds)
-    recompute_s = cost.between(0, known.total)
+    coming = coming or Coming(0.0, False)
+    first_s = cost.between(0, _end_of_first_pass(known))
+    recompute_s = coming.computed_s(cost.between(0, known.total), first_s)
     usable = [c for c in candidates if c.start < known.total - 1]
     if not usable:
         return Plan(0, 0, 1, (), 0, recompute_s, recompute_s, recompute_s, "no stored KV is of use")
-    table = _Table(known, usable, speeds, cost)
+    table = _Table(known, usable, speeds, cost, coming, first_s)
     must = _must_begin_at_0(known, usable)
     first, last, pieces, predicted_s = table.best(must or known.from_start)
     load_s = float(min(table.from_front(pieces)[-1] for pieces in table.pieces)) if usable[0].start == 0 else np.inf
@@ -110,7 +116,7 @@ def plan(known: Known, candidates: Sequence[Candidate], speeds: Speeds) -> Plan:
         reason = f"recomputing takes {recompute_s:.3g} s, loading at best {predicted_s:.3g} s"
         return Plan(0, 0, 1, decisions, 0, recompute_s, load_s, recompute_s, reason)
     chosen = usable[first : last + 1]
-    deadlines = _deadlines(known, chosen, speeds, cost)
+    deadlines = _deadlines(known, chosen, speeds, cost, coming)
     decisions = tuple(
         Decision(c.start, c.end, first <= i <= last, deadlines[i - first] if first <= i <= last else 0.0)
         for i, c in enumerate(usable)
@@ -154,7 +160,16 @@ class Costs:
 class _Table:
     """Seconds of every run of candidates, first by last."""
 
-    def __init__(self, known: Known, candidates: Sequence[Candidate], speeds: Speeds, cost: Costs) -> None:
+    def __init__(
+        self,
+        known: Known,
+        candidates: Sequence[Candidate],
+        speeds: Speeds,
+        cost: Costs,
+        coming: Coming,
+        first_s: float,
+    ) -> None:
+        self._coming = coming
         exact = () if known.fast else known.boundaries
         prompt = known.total if known.fast else known.prompt
         self._starts = np.array([c.start for c in candidates])
@@ -166,7 +181,8 @@ class _Table:
         self._valid = (np.array(fronts)[:, None] < np.array(tails)[None, :]) & (self._starts <= known.prompt)[:, None]
         self._valid |= (self._starts == 0)[:, None] & (np.array(tails) > 0)[None, :]
         self._taken = np.array([c.end < (exact[0] if exact else 0) for c in candidates])
-        self._front = np.where(self._starts == 0, 0.0, cost.up_to(fronts))
+        front = np.where(self._starts == 0, 0.0, cost.up_to(fronts))
+        self._front = coming.computed_s(front, np.full_like(front, first_s))
         whole = float(cost.up_to((known.total,))[0])
         self._tail = whole - cost.up_to(tails)
         step = cost.up_to([min(t + known.pass_tokens, known.total) if t < prompt else t + 1 for t in tails])
@@ -182,7 +198,9 @@ class _Table:
         joined = np.maximum(self._reads[None, 1:] - self._reads[:-1, None], 1)
         places = np.arange(len(self._starts))
         reads = joined if pieces == 1 else (places[None, :] - places[:, None] + 1) * pieces
-        return np.asarray(self._speeds.reading_s(nbytes[first], reads[first]), np.float64) + READ_S * reads[first]
+        load = np.asarray(self._speeds.reading_s(nbytes[first], reads[first]), np.float64) + READ_S * reads[first]
+        # What is read is of no use before there are weights to compute the last token with.
+        return np.maximum(load + self._coming.reading_waits_s, self._coming.left_s)
 
     def from_front(self, pieces: int) -> Seconds:
         """Loading from the first candidate to each last one, with the first pass after it following the layers."""
@@ -226,7 +244,13 @@ def _boundary_before(boundaries: tuple[int, ...], position: int) -> int:
     return max(b for b in boundaries if b <= position)
 
 
-def _deadlines(known: Known, chosen: Sequence[Candidate], speeds: Speeds, cost: Costs) -> list[float]:
+def _end_of_first_pass(known: Known) -> int:
+    if known.fast or not known.boundaries:
+        return min(known.pass_tokens, known.total)
+    return next((edge for edge in known.boundaries if edge > 0), known.total)
+
+
+def _deadlines(known: Known, chosen: Sequence[Candidate], speeds: Speeds, cost: Costs, coming: Coming) -> list[float]:
     """In the order in which chunks are asked for: from the front, or from the back where the front is computed."""
     order = list(chosen) if chosen[0].start == 0 else list(reversed(chosen))
     found: dict[int, float] = {}
@@ -239,7 +263,7 @@ def _deadlines(known: Known, chosen: Sequence[Candidate], speeds: Speeds, cost: 
         end = candidate.end if candidate.end <= known.prompt else known.total
         again_s = cost.between(candidate.start, end)
         deadline_s = max(MIN_DEADLINE_S, SLACK * expected_s + again_s)
-        found[candidate.start] = MAX_DEADLINE_S if keep else min(deadline_s, MAX_DEADLINE_S)
+        found[candidate.start] = coming.left_s + (MAX_DEADLINE_S if keep else min(deadline_s, MAX_DEADLINE_S))
     return [found[candidate.start] for candidate in chosen]
 
 

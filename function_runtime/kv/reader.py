@@ -20,6 +20,7 @@ from function_runtime.engine_like import KvRun, RestoredKv
 from function_runtime.errors import KvError
 from function_runtime.kv.arrival import Arrival, ArrivingChunk, ChunkState
 from function_runtime.kv.chunk import ChunkHead
+from function_runtime.kv.contention import WhatComes, nothing
 from function_runtime.kv.fetch import Fetch, Wanted
 from function_runtime.kv.forms import flight_identity, identity_of, known_form
 from function_runtime.kv.identity import Chain, KvIdentity
@@ -70,6 +71,8 @@ class Capabilities:
 
     layers: int = 1
     pass_tokens: int = 512
+    coming: WhatComes = nothing
+    """The weights, while they are not here."""
 
 
 class Reading:
@@ -122,7 +125,7 @@ class Reading:
             Candidate(w.chunk.start, w.chunk.end, w.chunk.nbytes + extra, int(id(w) in begins))
             for w, extra in zip(first, others, strict=True)
         ]
-        return plan(self._known(engine), candidates, speeds)
+        return plan(self._known(engine), candidates, speeds, engine.coming())
 
     def begin(self, chosen: Plan, store: ObjectStore, executor: Executor) -> Arrival:
         """Begins the reads that the plan chose, all of them; at least one."""
@@ -163,10 +166,12 @@ class Reading:
 
         def steer(items: Sequence[Item]) -> Steering:
             supply = Supply(items, order, speeds, is_known=measured.read_ago_s < MEASURED_LATELY_S)
-            return Steering(supply, known, speeds, must=chosen.must, probes=1 if chosen.loads else PROBES)
+            probes = 1 if chosen.loads else PROBES
+            return Steering(supply, known, speeds, must=chosen.must, probes=probes, coming=engine.coming)
 
         fetch = self._fetch(store, executor, lambda nbytes, seconds: measured.read(nbytes, 1, seconds))
-        within_s = MAX_DEADLINE_S if chosen.must else FAR_S
+        weights = engine.coming()
+        within_s = MAX_DEADLINE_S + (weights.left_s if weights is not None else 0.0) if chosen.must else FAR_S
         return fetch.begin(
             wanted, [within_s] * len(wanted), order=order,
             pieces=pieces, reason=chosen.reason, other=self._instead, steer=steer,

@@ -216,7 +216,7 @@ class DurableKv:
             if not held.live:
                 arrival.abandon()
                 break
-            arrival.wait(1.0)
+            arrival.wait_and_ask()
         reading.conclude(arrival)
 
     def found(self, held: HeldRequest, sound: list[KvChunk], bad: list[tuple[KvChunk, str]]) -> None:

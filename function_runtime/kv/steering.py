@@ -6,8 +6,8 @@
 
 So a resume takes what the faster of the two takes, whatever was predicted: a load that turns out slow costs the wait
 before the first pass (of a store that is not known `PATIENCE` of it while nothing has come), one that turns out quick
-at most a layer. Limits: a pass that other requests share is not given up; on a device that runs behind, giving up saves
-nothing.
+at most a layer. While weights are coming that need the link, nothing is read if the pass that follows them saves
+reading. Limits: a pass that other requests share is not given up; on a device that runs behind, giving up is no gain.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from function_runtime.kv.contention import WhatComes, nothing
 from function_runtime.kv.plan import Costs, Known
 from function_runtime.kv.speeds import Speeds
 from function_runtime.kv.supply import Item, Job, Order, Supply
@@ -51,6 +52,7 @@ class Steering:
         must: bool = False,
         probes: int = 0,
         clock: Callable[[], float] = time.monotonic,
+        coming: WhatComes = nothing,
     ) -> None:
         """`must`: the beginning cannot be computed as the first attempt had it. `probes`: so many ranges are read
         whatever is expected of them, to know better (of two, one is longer than the other)."""
@@ -61,6 +63,7 @@ class Steering:
         self._must = must
         self._probes = probes
         self._clock = clock
+        self._coming = coming
         self._position = 0
         self._computing_since_s: float | None = None
         self._waiting_since_s: float | None = None
@@ -73,10 +76,12 @@ class Steering:
     def wants_more(self, coming: int) -> bool:
         """Whether another reader would have something to do, besides those that are `coming`."""
         with self._lock:
-            return self._supply.wants_more(coming, self._is_of_use)
+            return not self._leaves_link() and self._supply.wants_more(coming, self._is_of_use)
 
     def take(self) -> Job | None:
         with self._lock:
+            if self._leaves_link():
+                return None
             job = self._supply.take(self._clock(), self._is_of_use)
             if job is not None:
                 self._probes = max(0, self._probes - 1)
@@ -90,6 +95,25 @@ class Steering:
     def drop(self, index: int) -> None:
         with self._lock:
             self._supply.drop(index)
+
+    @property
+    def leaves_link(self) -> bool:
+        """Nothing is read for now: the weights come first."""
+        with self._lock:
+            return self._leaves_link()
+
+    def _leaves_link(self) -> bool:
+        known, speeds = self._known, self._speeds
+        coming = self._coming() if known is not None and not self._must and not known.from_start else None
+        if known is None or speeds is None or coming is None or not coming.has_link:
+            return False
+        # Of use only if the pass that follows the weights is over before everything would have been read.
+        now_s = self._clock()
+        pass_s = Costs(known, speeds()).between(self._position, self._end_of_pass(self._position, known))
+        if self._computing_since_s is not None:
+            pass_s = max(0.0, pass_s - (now_s - self._computing_since_s))
+        read_s = coming.left_s + self._supply.remaining_s(self._position, now_s)
+        return coming.computed_s(pass_s, pass_s) < read_s
 
     def _is_of_use(self, item: Item) -> bool:
         """Whether computing would still be before the end of the pass it is in by the time that pass is all here."""
@@ -113,8 +137,14 @@ class Steering:
         known, speeds = self._known, self._speeds
         if known is None or speeds is None:
             return 0.0
-        whole_s = Costs(known, speeds()).between(self._position, to)
-        return whole_s - (now_s - self._computing_since_s if self._computing_since_s is not None else 0.0)
+        costs = Costs(known, speeds())
+        whole_s = costs.between(self._position, to)
+        left_s = whole_s - (now_s - self._computing_since_s if self._computing_since_s is not None else 0.0)
+        coming = self._coming()
+        if coming is None:
+            return left_s
+        first_s = costs.between(self._position, self._end_of_pass(self._position, known))
+        return max(left_s, coming.computed_s(whole_s, first_s))
 
     # --- by the engine --------------------------------------------------------------------------------------------
 
@@ -144,7 +174,9 @@ class Steering:
             if known is None or speeds is None or (self._must and position < known.boundaries[0]):
                 return True
             now_s = self._clock()
-            waits = self._is_better_to_wait(position, alone, now_s, known, Costs(known, speeds()))
+            waits = not self._leaves_link() and self._is_better_to_wait(
+                position, alone, now_s, known, Costs(known, speeds())
+            )
             if not waits:
                 if self._waiting_since_s is not None:
                     self._waited_s += now_s - self._waiting_since_s

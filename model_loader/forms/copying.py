@@ -52,6 +52,7 @@ def copy_form(
         is_last_resort=False,
     ) as writer:
         reader = VerifiedReader({name: head.chunks}, sources, threads=threads)
+        writer.follow(reader.stats, head.preamble.body_bytes if reader.is_far(name) else 0, reader.threads)
         if progress is not None:
             progress(Progress("arriving", 0, head.preamble.body_bytes, str(writer.temporary)))
 

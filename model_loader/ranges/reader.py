@@ -23,7 +23,7 @@ import xxhash
 
 from model_loader.chunks import CHUNK_BYTES, ChunkList
 from model_loader.errors import IntegrityError, LoaderError, SourceError, SourceMissing, SourceUnavailable
-from model_loader.ranges.source import RangeSource, ReadStats
+from model_loader.ranges.source import RangeSource, ReadStats, Tier
 
 Write = Callable[[int, memoryview], None]
 """(place, bytes): called from any thread, with every byte of a span at least once; again where a chunk was bad."""
@@ -181,6 +181,15 @@ class VerifiedReader:
                 )
             else:
                 raise next((each for each in failures if isinstance(each, IntegrityError)), failures[0])
+
+    @property
+    def threads(self) -> int:
+        return self._threads
+
+    def is_far(self, file: str) -> bool:
+        """Whether its first source is over a network, as far as is known."""
+        source = next((s for n, s in enumerate(self._sources) if (n, file) not in self._lacks), None)
+        return source is not None and source.tier is not Tier.DISK
 
     def read(
         self,

@@ -89,6 +89,12 @@ class ReadStats:
         with self._lock:
             self.retries += 1
 
+    def afar(self) -> tuple[int, float]:
+        """Bytes that came over a network, and seconds that threads waited for them."""
+        with self._lock:
+            far = [totals for tier, totals in self.tiers.items() if tier is not Tier.DISK]
+            return sum(t.nbytes for t in far), sum(t.seconds for t in far)
+
     @property
     def nbytes(self) -> int:
         with self._lock:

@@ -51,7 +51,8 @@ def leave_nothing(service: Service) -> None:
         for path in folder.rglob("*"):
             if path.is_file():
                 path.unlink(missing_ok=True)
-    for folder in service.data_dir.glob("slots/*/chunks"):
+    # What it measured is of the slot that is gone, too.
+    for folder in (*service.data_dir.glob("slots/*/chunks"), *service.data_dir.glob("slots/*/speeds")):
         shutil.rmtree(folder, ignore_errors=True)
 
 

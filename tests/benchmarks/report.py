@@ -61,6 +61,16 @@ def save(name: str, results: dict[str, Any]) -> Path:
     return path
 
 
+VERDICTS: list[tuple[str, str, str]] = []
+"""(figure, holds or MISSED, detail) of this process's run, in the order they were found."""
+
+
 def verdict(name: str, holds: bool, detail: str) -> bool:
+    VERDICTS.append((name, "holds" if holds else "MISSED", detail))
     console.print(f"[{'green' if holds else 'red'}]{'holds' if holds else 'MISSED'}[/] {name}: {detail}")
     return holds
+
+
+def verdicts() -> None:
+    """All of them once more, together."""
+    table("Figures", ["figure", "", "found"], VERDICTS)

@@ -1,8 +1,8 @@
 """Random faults over imports, loads and evictions of two slots that share a models directory.
 
-A step meddles with something (kills, bad bytes, short or missing files, a full disk, a peer that dies, two at once),
-puts it right again and asks for the form once more; then what must always hold is looked at. The seed gives the steps
-again. Limits: one step at a time; what happens at the same moment is inside a step.
+A step meddles with something (kills, bad bytes, short or missing files, a full disk, a peer that dies or is behind a
+bad network, two at once), puts it right again and asks for the form once more; then what must always hold is looked at.
+The seed gives the steps again. Limits: one step at a time; what happens at the same moment is inside a step.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from model_loader.pool import pool_key
 from model_loader.prepared import PreparedFile
 from model_loader.recipe import prepare
 from tests.support.checkpoints import make_tiny_llama
+from tests.support.faulty_proxy import FaultyProxy
 from tests.support.replica_client import AgentError, AgentProcess, wait_for
 
 DTYPE: Final = "float32"
@@ -94,10 +95,10 @@ class Loads:
 
     # --- what is asked ------------------------------------------------------------------------------------------
 
-    def warm(self, slot: int, model: int, *, peers: bool = False) -> str:
-        """Has the form loaded. Empty, or the error it was refused with."""
+    def warm(self, slot: int, model: int, *, peers: bool = False, by_way_of: str = "") -> str:
+        """Has the form loaded. Empty, or the error it was refused with. `by_way_of`: where the peer is reached."""
         agent, other = self.agents[slot], self.agents[1 - slot]
-        url = f"http://{other.info.host}:{other.info.port}"
+        url = by_way_of or f"http://{other.info.host}:{other.info.port}"
         body: dict[str, Any] = {"manifest_path": str(self.manifests[model].path), "dtype": DTYPE}
         if peers:
             body["peers"] = [{"url": url, "token": peer_token(other.info.token)}]
@@ -309,6 +310,44 @@ def dying_peer(loads: Loads, slot: int, model: int) -> None:
     loads.prefer(slot, "make")
 
 
+def peer_behind_a_bad_network(loads: Loads, slot: int, model: int) -> None:
+    """Ranges of the form come late, cut, changed, with an error instead, or not at all."""
+    loads.must_load(1 - slot, model)
+    loads.evict(slot, model)
+    shutil.rmtree(loads.agents[slot].directory / "chunks", ignore_errors=True)
+    loads.prefer(slot, "peer")
+    kind = loads.choose.choice(["reset", "cut", "flip", "unavailable", "slow", "late"])
+    share = loads.choose.choice([0.2, 0.6, 1.0])
+    faults = {"slow": {"bytes_per_s": 4e6}, "late": {"delay_s": 0.3}}.get(kind, {kind: share})
+    with FaultyProxy(loads.agents[1 - slot].info.port) as proxy:
+        proxy.set(seed=loads.choose.randrange(1 << 31), **faults)
+        said = loads.warm(slot, model, peers=True, by_way_of=proxy.url)
+    if said:
+        loads.found.stuck.append(f"a bad network to a peer ({kind}, {share}) cost a load: {said[:300]}")
+    loads.prefer(slot, "make")
+    loads.must_load(slot, model)
+
+
+def kill_eviction(loads: Loads, slot: int, model: int) -> None:
+    """The agent dies while it lets a form go; the next one finds the form, or nothing of it."""
+    agent = loads.agents[slot]
+    loads.must_load(slot, model)
+
+    def evict() -> None:
+        with contextlib.suppress(Exception):
+            loads.evict(slot, model)
+
+    thread = threading.Thread(target=evict)
+    thread.start()
+    time.sleep(loads.choose.uniform(0.0, 0.01))
+    agent.process.kill()
+    agent.process.wait()
+    thread.join(SETTLE_S)
+    wait_for(lambda: not agent.family(), SETTLE_S)
+    agent.start()
+    loads.must_load(slot, model)
+
+
 def rotten_disk(loads: Loads, slot: int, model: int) -> None:
     """A chunk of the disk tier that was changed, cut, or removed."""
     agent = loads.agents[slot]
@@ -383,6 +422,8 @@ STEPS: Final[dict[str, Callable[[Loads, int, int], None]]] = {
     "kill -9 of an agent": kill_agent,
     "a source that is not what it was": bad_source,
     "a peer that dies": dying_peer,
+    "a peer behind a bad network": peer_behind_a_bad_network,
+    "kill -9 in an eviction": kill_eviction,
     "a rotten disk tier": rotten_disk,
     "a full disk": full_disk,
     "several at once": several_at_once,

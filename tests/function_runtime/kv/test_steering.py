@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from function_runtime.kv.contention import Coming
 from function_runtime.kv.plan import Candidate, Costs, Known, plan
 from function_runtime.kv.speeds import PRIOR, Measured, Speeds
 from function_runtime.kv.steering import PROBES, Steering
@@ -23,6 +24,7 @@ from function_runtime.kv.supply import Item, Job, Order, Supply
 LAYERS = 30
 TICK_S = 0.02
 TOKEN_BYTES = 46_080
+WEIGHTS_CONNECTIONS = 4
 CHUNK_TOKENS = 32
 COMPUTING = replace(PRIOR, prefill_s=3.3e-3, prefill_position_s=3e-7, decode_s=0.05)
 """SmolLM2 on two cores."""
@@ -30,9 +32,10 @@ COMPUTING = replace(PRIOR, prefill_s=3.3e-3, prefill_position_s=3e-7, decode_s=0
 
 @dataclass
 class Line:
-    """What is under way, and how far it is."""
+    """What is under way, and how far it is. Weights come by it as well, over some connections of their own."""
 
     real: Callable[[float], Speeds]
+    weights_left: float = 0.0
 
     def __post_init__(self) -> None:
         self.under_way: list[tuple[Job, list[float]]] = []
@@ -43,16 +46,23 @@ class Line:
     def _running(self, now_s: float) -> list[list[float]]:
         return [state for _, state in self.under_way if state[0] <= now_s]
 
+    def _connections(self, running: list[list[float]]) -> int:
+        return len(running) + (WEIGHTS_CONNECTIONS if self.weights_left else 0)
+
     def next_s(self, now_s: float) -> float:
         """When something changes."""
         running = self._running(now_s)
-        ends = [now_s + min(s[1] for s in running) * len(running) / self.real(now_s).bytes_per_s] if running else []
+        share = self.real(now_s).bytes_per_s / max(1, self._connections(running))
+        ends = [now_s + min(s[1] for s in running) / share] if running else []
+        ends += [now_s + self.weights_left / (share * WEIGHTS_CONNECTIONS)] if self.weights_left else []
         return min([*ends, *(s[0] for _, s in self.under_way if s[0] > now_s)], default=math.inf)
 
     def advance(self, now_s: float, to_s: float) -> list[Job]:
         running = self._running(now_s)
+        each = (to_s - now_s) * self.real(now_s).bytes_per_s / max(1, self._connections(running))
         for state in running:
-            state[1] -= (to_s - now_s) * self.real(now_s).bytes_per_s / len(running)
+            state[1] -= each
+        self.weights_left = left if (left := self.weights_left - each * WEIGHTS_CONNECTIONS) > 1e-3 else 0.0
         done = [job for job, state in self.under_way if state[1] <= 1e-3]
         self.under_way = [(job, state) for job, state in self.under_way if state[1] > 1e-3]
         return done
@@ -75,21 +85,29 @@ def resume(
     loads: bool = False,
     computing: Speeds = COMPUTING,
     chunk_tokens: int = CHUNK_TOKENS,
+    weights_bytes: float = 0.0,
+    knows_weights: bool = True,
 ) -> Outcome:
-    """As a replica does it; `loads`: everything is loaded, whatever it takes."""
+    """As a replica does it; `loads`: everything is loaded, whatever it takes. `weights_bytes` come by the same line."""
     clock = [0.0]
-    line = Line(real if callable(real) else lambda _: real)
+    line = Line(real if callable(real) else lambda _: real, weights_bytes)
+
+    def coming() -> Coming | None:
+        """What the loader notes of the line."""
+        bytes_per_s = line.real(clock[0]).bytes_per_s
+        return Coming(line.weights_left / bytes_per_s, True) if line.weights_left and knows_weights else None
+
     stored = known.prompt
     edges = [*range(0, stored, chunk_tokens), stored]
     items = [
         Item(i, 0, a, b, "pack", a * TOKEN_BYTES, (0, (b - a) * TOKEN_BYTES))
         for i, (a, b) in enumerate(itertools.pairwise(edges))
     ]
-    chosen = plan(known, [Candidate(i.start, i.end, i.nbytes) for i in items], measured.speeds)
+    chosen = plan(known, [Candidate(i.start, i.end, i.nbytes) for i in items], measured.speeds, coming())
     supply = Supply(items, Order.BACK, lambda: measured.speeds, is_known=known_lately)
     steering = Steering(
         supply, None if loads else known, lambda: measured.speeds,
-        probes=0 if loads else 1 if chosen.loads else PROBES, clock=lambda: clock[0],
+        probes=0 if loads else 1 if chosen.loads else PROBES, clock=lambda: clock[0], coming=coming,
     )  # fmt: skip
     costs = Costs(known, computing)
     reads, sound = 0, [False] * len(items)
@@ -128,14 +146,18 @@ def resume(
                 else:
                     pass_end = next(b for b in known.boundaries if b > position)
                 pass_from_s, pass_to_s = now_s, now_s + costs.between(position, pass_end)
-        layer_s = (pass_to_s - pass_from_s) / LAYERS
+        layer_s = costs.between(position, pass_end) / LAYERS if pass_end else 0.0
         engine_s = now_s + TICK_S
-        if pass_end:
+        if pass_end and not line.weights_left:
             layer = math.floor((now_s - pass_from_s) / layer_s + 1e-6) + 1
             engine_s = min(pass_from_s + layer * layer_s, pass_to_s)
         next_s = max(min(engine_s, line.next_s(now_s)), now_s + 1e-9)
         done = line.advance(now_s, next_s)
         clock[0] = next_s
+        if pass_end and line.weights_left:
+            # The last layer is computed when its weights are here.
+            pass_to_s = max(pass_to_s, next_s + layer_s)
+            pass_from_s = pass_to_s - LAYERS * layer_s
         for job in done:
             nbytes, seconds = steering.done(job, True)
             measured.read(nbytes, 1, seconds)
@@ -150,7 +172,8 @@ def resume(
             position, pass_end = pass_end, 0
         elif alone and next_s >= engine_s - 1e-9 and reach() >= pass_end:
             pass_end = 0
-    return Outcome(clock[0] + costs.between(known.prompt, known.total), reads, computed)
+    weights_s = line.weights_left / line.real(clock[0]).bytes_per_s
+    return Outcome(clock[0] + weights_s + costs.between(known.prompt, known.total), reads, computed)
 
 
 def prompt(tokens: int, *, fast: bool = False) -> Known:
