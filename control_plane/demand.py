@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
@@ -63,6 +64,8 @@ class Demand:
         self._load = load
         self._gateways = gateways
         self._reports: dict[str, tuple[DemandReport, float]] = {}
+        self._lanes_of: dict[str, dict[FunctionKey, list[LaneDemand]]] = {}
+        """Of each report, by function."""
         self._woken_s: dict[tuple[FunctionKey, str], float] = {}
         self._disturbed_s = float("-inf")
 
@@ -113,6 +116,10 @@ class Demand:
         """The functions it says something new about."""
         known = self._reports.get(report.gateway)
         self._reports[report.gateway] = (report, time.monotonic())
+        lanes_of: defaultdict[FunctionKey, list[LaneDemand]] = defaultdict(list)
+        for lane in report.lanes:
+            lanes_of[lane.tenant, lane.function].append(lane)
+        self._lanes_of[report.gateway] = lanes_of
         before = {_said(lane) for lane in known[0].lanes} if known is not None else set()
         return {(tenant, function) for tenant, function, *_ in before ^ {_said(lane) for lane in report.lanes}}
 
@@ -122,6 +129,8 @@ class Demand:
         if gone or self._gateways.orphaned:
             self._disturbed_s = time.monotonic()
         reports = [self._reports.pop(name)[0] for name in gone]
+        for name in gone:
+            del self._lanes_of[name]
         return {(lane.tenant, lane.function) for report in reports for lane in report.lanes}
 
     @property
@@ -134,10 +143,8 @@ class Demand:
 
     def elsewhere(self, key: FunctionKey) -> Elsewhere:
         found = Elsewhere()
-        for report, at_s in self._reports.values():
-            for lane in report.lanes:
-                if (lane.tenant, lane.function) != key:
-                    continue
+        for name, (_, at_s) in self._reports.items():
+            for lane in self._lanes_of[name].get(key, ()):
                 found.waiting += lane.waiting
                 found.peak_demand += lane.peak_demand
                 found.generation += lane.generation
@@ -169,21 +176,15 @@ class Demand:
         return found
 
     def waiting_elsewhere(self, key: FunctionKey, identity: str) -> int:
-        return sum(
-            lane.waiting
-            for report, _ in self._reports.values()
-            for lane in report.lanes
-            if (lane.tenant, lane.function, lane.identity) == (*key, identity)
-        )
+        return sum(lane.waiting for lane in self._told_of(key) if lane.identity == identity)
 
     def identities_elsewhere(self, key: FunctionKey) -> set[str]:
         """Checkpoints of a function for which somebody waits at another gateway."""
-        return {
-            lane.identity
-            for report, _ in self._reports.values()
-            for lane in report.lanes
-            if (lane.tenant, lane.function) == key and lane.waiting
-        }
+        return {lane.identity for lane in self._told_of(key) if lane.waiting}
+
+    def _told_of(self, key: FunctionKey) -> Iterator[LaneDemand]:
+        for lanes_of in self._lanes_of.values():
+            yield from lanes_of.get(key, ())
 
 
 def longest(one_s: float | None, other_s: float | None) -> float | None:

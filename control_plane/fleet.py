@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
@@ -20,9 +20,9 @@ from control_plane.backends.base import Backend, SlotRefused, SlotUnavailable
 from control_plane.errors import StokerError
 from control_plane.lanes import FunctionKey
 from control_plane.placing import Placing
+from control_plane.slot_pools import SlotPools
 from function_runtime.protocol import (
     EngineOptions,
-    Peer,
     ReplicaError,
     ReplicaSpec,
     ReplicaState,
@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 K = TypeVar("K")
 
 KEEP_ENDED: Final = 200
-PEERS: Final = 4
-"""Slots a checkpoint is read from at once."""
 CLOSE_RETRY_S: Final = 2.0
 ASK_AGAIN_S: Final = 2.0
 """Pause before an end is asked for again of an agent that is heard but did not take it."""
@@ -63,6 +61,7 @@ class Fleet:
         self._backend = backend
         self._books = books
         self.placing = Placing(self, backend)
+        self.pools = SlotPools(self, backend)
         self.replicas: dict[str, ReplicaStatus] = {}
         """Living ones and, behind them, the last that ended."""
         self.slot_of: dict[str, str] = {}
@@ -72,9 +71,9 @@ class Fleet:
         self.slots: dict[str, SlotState] = {}
         """Slots whose agents are in sight now."""
         self.on_replica: Callable[[ReplicaStatus, ReplicaStatus | None], None] = lambda status, before: None
-        """Told of every change: the new status and the one before."""
+        """Told of all news: the new status and the one before."""
         self.watchers: list[Callable[[ReplicaStatus, ReplicaStatus | None], None]] = []
-        """Told likewise, before."""
+        """Told before, of a replica that is new or in another state: not that time has passed for it."""
         self.on_slot: Callable[[str, bool], None] = lambda slot_id, anew: None
         """Told when a slot came into sight (`anew`: under another agent) or went out of it."""
         self.is_outranked: Callable[[FunctionKey], bool] = lambda key: False
@@ -88,6 +87,8 @@ class Fleet:
         self.is_closed: Callable[[str], bool] = self.is_terminating
         """Whether a slot takes no new replica: it terminates, or somebody drained it."""
         self._closed: set[str] = set()
+        self._ended: dict[str, None] = {}
+        """Those that are remembered although they live no more, the first to end first."""
         self.successors: dict[str, str] = {}
         """Replicas that are starting to take the place of another, with that one."""
         self.given_up: set[str] = set()
@@ -96,8 +97,6 @@ class Fleet:
         """Ends that an agent out of sight was not told of, with grace and reason."""
         self._empty: set[str] = set()
         """Slots out of sight that are known to have no agent, and so no replicas."""
-        self._warm = 0
-        self._warm_more: dict[str, int] = {}
         self.keeps_books = True
         """Whether what replicas cost is written down here: one gateway of a database does."""
         self._waiters: list[asyncio.Future[None]] = []
@@ -159,6 +158,10 @@ class Fleet:
         """Living ones there."""
         return [self.replicas[replica_id] for replica_id in self._here.get(slot_id, ())]
 
+    def count_on(self, slot_id: str) -> int:
+        """How many live there."""
+        return len(self._here.get(slot_id, ()))
+
     # --- commands ---
 
     def place(self, spec: ReplicaSpec, *, count: int = 1, waiting: int = 0) -> Placement | None:
@@ -195,7 +198,7 @@ class Fleet:
 
     async def _ask_start(self, slot_id: str, spec: ReplicaSpec) -> None:
         try:
-            peers = self._peers(slot_id, spec.identity)
+            peers = self.pools.peers(slot_id, spec.identity)
             status = await self._backend.start_replica(slot_id, msgspec.structs.replace(spec, peers=peers))
         except SlotUnavailable as error:
             current = self.replicas.get(spec.replica_id)
@@ -242,84 +245,6 @@ class Fleet:
     def _end_unended(self, slot_id: str) -> None:
         for replica_id in [known for known in self._unended if self.slot_of.get(known) == slot_id]:
             self.end_replica(replica_id, *self._unended.pop(replica_id))
-
-    async def warm(self, workers: int) -> None:
-        """Workers that wait in every slot; more may wait in some (`warm_more`), and none at all if this is 0."""
-        self._warm = workers
-        for slot_id in list(self.slots):
-            await self._tell_warm(slot_id)
-
-    async def warm_more(self, workers: Mapping[str, int]) -> None:
-        self._warm_more = dict(workers)
-        for slot_id in list(self.slots):
-            await self._tell_warm(slot_id)
-
-    def warm_target(self, slot_id: str) -> int:
-        if self.is_terminating(slot_id):
-            return self.slots[slot_id].warm_target
-        return max(self._warm, self._warm_more.get(slot_id, 0)) if self._warm else 0
-
-    async def _tell_warm(self, slot_id: str) -> None:
-        state, target = self.slots.get(slot_id), self.warm_target(slot_id)
-        if state is None or state.warm_target == target:
-            return
-        try:
-            await self._backend.warm(slot_id, target)
-        except SlotUnavailable as error:
-            logger.warning("event=warm_refused slot=%s error=%s", slot_id, error)
-
-    def _peers(self, slot_id: str, identity: str, just_warmed: Sequence[str] = ()) -> tuple[Peer, ...]:
-        """Other slots whose pools have some form of a checkpoint, those with the fewest replicas first."""
-        holders = [
-            other
-            for other, state in self.slots.items()
-            if other != slot_id
-            and (other in just_warmed or any(e.identity == identity and e.state == "ready" for e in state.pool))
-        ]
-        return (
-            self._backend.peers(sorted(holders, key=lambda other: len(self._here.get(other, ())))[:PEERS])
-            if identity
-            else ()
-        )
-
-    async def warm_pool(
-        self, manifest_path: str, identity: str, dtype: str, slot_ids: Sequence[str] | None = None
-    ) -> dict[str, str]:
-        """Has a form loaded by every slot, or by those named, one after the other, so that each can take it from those
-        before. Gives what went wrong, by slot."""
-        warmed: list[str] = []
-        refused: dict[str, str] = {}
-        for slot_id in list(self.slots) if slot_ids is None else slot_ids:
-            if self.is_terminating(slot_id):
-                continue
-            try:
-                peers = self._peers(slot_id, identity, warmed)
-                await self._backend.warm_pool(slot_id, manifest_path, dtype, peers)
-                warmed.append(slot_id)
-            except SlotUnavailable as error:
-                refused[slot_id] = str(error)
-                logger.warning("event=pool_warm_refused slot=%s error=%s", slot_id, error)
-        return refused
-
-    async def evict_pool(self, slot_id: str, key: str) -> None:
-        """Raises SlotUnavailable, and SlotRefused where the slot says no."""
-        await self._backend.evict_pool(slot_id, key)
-
-    async def forget_checkpoint(self, identity: str) -> None:
-        """Lets every slot drop what it keeps of a model that is no more; one that does not answer drops it for want of
-        use."""
-        for slot_id in list(self.slots):
-            try:
-                await self._backend.forget_checkpoint(slot_id, identity)
-            except SlotUnavailable as error:
-                logger.warning("event=forget_refused slot=%s error=%s", slot_id, error)
-
-    async def expect_pool(self, chances: Mapping[str, float], holds_s: float) -> None:
-        for slot_id in list(self.slots):
-            try:
-                await self._backend.expect_pool(slot_id, chances, holds_s)
-            except SlotUnavailable as error:
-                logger.warning("event=pool_forecast_refused slot=%s error=%s", slot_id, error)
 
     async def replica_log(self, replica_id: str, tail_lines: int) -> str | None:
         slot_id = self.slot_of.get(replica_id)
@@ -378,8 +303,9 @@ class Fleet:
             return  # nothing comes after the end
         self.slot_of[status.replica_id] = slot_id
         self.replicas[status.replica_id] = status
-        self._index(slot_id, status)
-        if before is None or before.state is not status.state:
+        moved = before is None or before.state is not status.state
+        if moved:
+            self._index(slot_id, status)
             self.placing.changed(slot_id)
             error = f" error={status.error.code}" if status.error is not None else ""
             logger.info(
@@ -393,14 +319,16 @@ class Fleet:
             self.placing.room_came()
         elif status.state is ReplicaState.READY and (before is None or before.state is not ReplicaState.READY):
             self.spawn(self._open(status))
-        self.placing.measured.see(status, before)
-        for watch in self.watchers:
-            watch(status, before)
+        if moved:
+            self.placing.measured.see(status, before)
+            for watch in self.watchers:
+                watch(status, before)
         self.on_replica(status, before)
 
     def _index(self, slot_id: str, status: ReplicaStatus) -> None:
         key = (status.spec.tenant, status.function)
         if status.state not in GONE:
+            self._ended.pop(status.replica_id, None)
             self._living.setdefault(key, {})[status.replica_id] = None
             self._here.setdefault(slot_id, {})[status.replica_id] = None
             return
@@ -411,11 +339,13 @@ class Fleet:
         if status.replica_id not in self._closed and self.keeps_books:
             self._closed.add(status.replica_id)
             self.spawn(self._write_close(status))
-        ended = [known for known in self.replicas.values() if known.state in GONE]
-        for known in ended[: max(0, len(ended) - KEEP_ENDED)]:
-            self._closed.discard(known.replica_id)
-            del self.replicas[known.replica_id]
-            self.slot_of.pop(known.replica_id, None)
+        self._ended[status.replica_id] = None
+        while len(self._ended) > KEEP_ENDED:
+            oldest = next(iter(self._ended))
+            del self._ended[oldest]
+            self._closed.discard(oldest)
+            del self.replicas[oldest]
+            self.slot_of.pop(oldest, None)
 
     async def _open(self, status: ReplicaStatus) -> None:
         """From here on the books know of it, should it and we be gone at once."""

@@ -8,6 +8,7 @@ are seen here after the next `refresh`.
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import fnmatch
 import logging
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 from control_plane.changes import Changes
 from control_plane.database import Connection, Database, to_the_end
 from control_plane.errors import Conflict, InvalidRequest, NotFound, StokerError
+from control_plane.model_names import check_names, note_names
 from control_plane.settings import ModelSettings
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+NATIVE: Final = "native"
 
 
 class ImportState(enum.StrEnum):
@@ -129,6 +132,15 @@ class FunctionStore:
         self._models = models or ModelSettings()
         self._functions: dict[tuple[str, str], Function] = {}
         self._by_model: dict[tuple[str, str], Function] = {}
+        self._rows: dict[tuple[str, str], Sequence[Any]] = {}
+        """As last read: a spec is only parsed anew where its row is another."""
+        self._looking = asyncio.Lock()
+        self._looks = 0
+        """Refreshes that have begun."""
+        self._sorted: list[Function] | None = None
+        """By name; None: to be sorted anew."""
+        self.natives = 0
+        """Functions that the native engine serves."""
         self._subscribers: list[Subscriber] = []
         self._changes = Changes()
         self.slots_are_pods = False
@@ -140,18 +152,27 @@ class FunctionStore:
 
     async def refresh(self) -> None:
         """Read all functions, and tell subscribers of what differs from before (at start, everything is new). One whose
-        row cannot be read (damaged, or of a newer release) stays as it is known here, or unknown."""
+        row cannot be read (damaged, or of a newer release) stays as it is known here, or unknown. Whoever asks while it
+        is read is answered by one more look, however many ask."""
+        asked = self._looks
+        async with self._looking:
+            if self._looks == asked:
+                self._looks += 1
+                await self._look()
 
+    async def _look(self) -> None:
         def run(connection: Connection) -> list[Sequence[Any]]:
             return list(connection.execute(_CURRENT).fetchall())
 
         rows = await self._changes.read(lambda: self._database.read(run))
-        there = {(str(row[2]), str(row[3])) for row in rows}
-        found = {(each.tenant, each.name): each for each in _readable(_function, rows)}
+        there = {(str(row[2]), str(row[3])): row for row in rows}
         for key in [key for key in self._functions if key not in there]:
             self._forget(key)
-        for function in found.values():
-            self._remember(function)
+        news = [row for key, row in there.items() if self._rows.get(key) != row]
+        for function in _readable(_function, news):
+            key = (function.tenant, function.name)
+            if self._remember(function) == function:
+                self._rows[key] = there[key]
 
     def resolve(self, model: str, tenant: str) -> Function:
         """The function a client means by a model name or alias."""
@@ -164,8 +185,9 @@ class FunctionStore:
 
     def list(self, tenant: str | None = None) -> list[Function]:
         """By name; None: of all tenants."""
-        found = [each for each in self._functions.values() if tenant is None or each.tenant == tenant]
-        return sorted(found, key=lambda each: (each.name, each.tenant))
+        if self._sorted is None:
+            self._sorted = sorted(self._functions.values(), key=lambda each: (each.name, each.tenant))
+        return [each for each in self._sorted if tenant is None or each.tenant == tenant]
 
     def get(self, name: str, tenant: str) -> Function:
         function = self._functions.get((tenant, name))
@@ -217,7 +239,7 @@ class FunctionStore:
 
         def run(connection: Connection) -> Function:
             values: dict[str, Any] = {"tenant": tenant, "name": spec.name, "now": _now_us()}
-            self._check_names(connection, spec, tenant)
+            check_names(connection, tenant, spec.name, spec.names(), _names_of)
             current = connection.execute(
                 """SELECT v.digest FROM functions f JOIN revisions v
                 ON v.tenant = f.tenant AND v.function = f.name AND v.revision = f.revision
@@ -235,6 +257,7 @@ class FunctionStore:
                     {**values, "spec": text, "digest": digest, "price": spec.price_microusd_per_hour},
                 )
                 connection.execute(_PUT_FUNCTION, values)
+                note_names(connection, tenant, spec.name, highest + 1, spec.names())
             return _load(connection, spec.name, tenant)
 
         async def change() -> Function:
@@ -370,6 +393,7 @@ class FunctionStore:
 
     def _forget(self, key: tuple[str, str]) -> None:
         function = self._functions.pop(key, None)
+        self._rows.pop(key, None)
         if function is not None:
             self._unindex(function)
             self._tell(FunctionChange(ChangeKind.DELETED, function))
@@ -380,10 +404,15 @@ class FunctionStore:
         if previous is not None:
             self._unindex(previous)
         self._functions[key] = function
+        self._rows.pop(key, None)
+        self._sorted = None
+        self.natives += function.spec.engine == NATIVE
         for model in function.spec.names():
             self._by_model[function.tenant, model] = function
 
     def _unindex(self, function: Function) -> None:
+        self._sorted = None
+        self.natives -= function.spec.engine == NATIVE
         for model in function.spec.names():
             if self._by_model.get((function.tenant, model)) is function:
                 del self._by_model[function.tenant, model]
@@ -404,23 +433,6 @@ class FunctionStore:
                 code="model_not_allowed",
             )
 
-    @staticmethod
-    def _check_names(connection: Connection, spec: FunctionSpec, tenant: str) -> None:
-        """A model name means one function of a tenant. Checked inside the transaction, against what is stored."""
-        wanted = set(spec.names())
-        rows = connection.execute(_CURRENT + " AND f.tenant = :tenant", {"tenant": tenant}).fetchall()
-        for other in _readable(_function, rows):
-            if other.name == spec.name:
-                continue
-            taken = sorted(wanted & set(other.spec.names()))
-            if taken:
-                field = "name" if taken[0] == spec.name else "aliases"
-                raise Conflict(
-                    f"{field}: the model name {taken[0]!r} belongs to the function {other.name} already",
-                    param=field,
-                    code="name_taken",
-                )
-
 
 def _now_us() -> int:
     return time.time_ns() // 1000
@@ -431,13 +443,20 @@ def _load(connection: Connection, name: str, tenant: str) -> Function:
     return _function(connection.execute(_CURRENT + " AND f.tenant = :tenant AND f.name = :name", values).fetchone())
 
 
-def _readable(read: Callable[[Sequence[Any]], T], rows: Sequence[Sequence[Any]]) -> Iterator[T]:
+def _readable(read: Callable[[Any], T], rows: Sequence[Sequence[Any]]) -> Iterator[T]:
     """What can be read of these rows: one that cannot be stops none of the others."""
     for row in rows:
         try:
             yield read(row)
         except (StokerError, ValueError) as error:
             logger.error("event=function_damaged row=%s error=%s", row[:5], error)
+
+
+def _names_of(text: str) -> Sequence[str] | None:
+    """The names that a stored spec gives its function; None: it cannot be read."""
+    from control_plane.spec import parse_json
+
+    return next((spec.names() for spec in _readable(parse_json, (text,))), None)
 
 
 def _function(row: Sequence[Any]) -> Function:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -26,7 +26,7 @@ from control_plane.functions import (
     Revision,
     RevisionError,
 )
-from control_plane.gateway.prompts import PromptMakers
+from control_plane.gateway.prompts import KEPT, PromptMakers
 from control_plane.lanes import FunctionKey
 from control_plane.model_tool import import_command
 from control_plane.settings import Settings
@@ -38,6 +38,10 @@ RETRY_S: Final = (2.0, 10.0, 60.0)
 """Pauses before an import that failed for a passing reason is tried again; then it has failed."""
 AGAIN_S: Final = 60.0
 LINE_BYTES: Final = 1 << 20
+PREPARED_SLOTS: Final = 8
+"""That load a new function's checkpoint before anybody calls it; others take it from them, or are told by forecasts."""
+PREPARED_FUNCTIONS: Final = 32
+"""Whose checkpoints a new slot loads before anybody calls them: a pool holds few, and a cluster has many."""
 
 
 class _Line(msgspec.Struct):
@@ -73,6 +77,8 @@ class Importing:
         self._room = asyncio.Semaphore(AT_ONCE)
         self._failed_s: dict[ImportKey, tuple[float, int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._preparing = 0
+        """Tokenizers that are being loaded before anybody asked."""
         self.progress: dict[ImportKey, ImportProgress] = {}
         self.publish: Callable[[str], None] | None = None
         """Puts an imported manifest where gateways on other machines find it; called in a thread."""
@@ -132,8 +138,23 @@ class Importing:
 
     def slot_appeared(self, slot_id: str) -> None:
         """A new agent: what was prepared for the one before may have to be prepared again."""
-        for function in sorted(self._functions.list(), key=lambda each: each.updated_us):
-            self.want(function.current)
+        if self.leads:
+            self._spawn(self._prepare_slot(slot_id))
+
+    async def _prepare_slot(self, slot_id: str) -> None:
+        """The newest functions that belong there, one after the other, while its pool has room for more."""
+        newest = sorted(self._functions.list(), key=lambda each: -each.updated_us)
+        for function in newest[:PREPARED_FUNCTIONS]:
+            revision = function.current
+            if revision.state is ImportState.READY and revision.spec.engine == "native":
+                await self._warm(revision, [slot_id])
+
+    async def _warm(self, revision: Revision, slot_ids: Iterable[str]) -> None:
+        slots = [each for each in slot_ids if self._fleet.pools.can_prepare((revision.tenant, revision.function), each)]
+        if slots and revision.manifest_path is not None:
+            await self._fleet.pools.load(
+                revision.manifest_path, revision.identity or "", revision.spec.dtype, slots[:PREPARED_SLOTS]
+            )
 
     async def _prepare(self, revision: Revision) -> None:
         """Have tokenizer and prepared form at hand before the first request needs them."""
@@ -143,12 +164,16 @@ class Importing:
             line = await self._published(_Line("done", manifest_path=revision.manifest_path))
             if line.event == "error":
                 logger.warning("event=manifest_not_published function=%s error=%s", revision.function, line.message)
-        try:
-            await self._prompts.get(revision.manifest_path)
-        except StokerError as error:
-            logger.warning("event=tokenizer_unusable function=%s error=%s", revision.function, error)
+        if self._preparing < KEPT:  # of more at once the first would have to go for the last
+            self._preparing += 1
+            try:
+                await self._prompts.get(revision.manifest_path)
+            except StokerError as error:
+                logger.warning("event=tokenizer_unusable function=%s error=%s", revision.function, error)
+            finally:
+                self._preparing -= 1
         if revision.spec.engine == "native" and self.leads:
-            await self._fleet.warm_pool(revision.manifest_path, revision.identity or "", revision.spec.dtype)
+            await self._warm(revision, list(self._fleet.slots))
 
     async def _import(self, key: ImportKey, revision: Revision) -> None:
         (_, name), number = key

@@ -87,6 +87,7 @@ class ControlLoop:
         self._calm: dict[FunctionKey, asyncio.TimerHandle] = {}
         self._told: dict[FunctionKey, str] = {}
         self._warm_target = -1
+        self._was_in_sight = False
         self.stopped = False
         self.parking: Parking | None = None
         """Carries out what operators have drained."""
@@ -218,14 +219,29 @@ class ControlLoop:
         self._set_warm()
 
     def _slot_changed(self, slot_id: str, anew: bool) -> None:
+        """What a slot says of itself concerns those that found no room, and those that run there; everybody only where
+        it decides whether everything is in sight."""
         self._seating.slot_changed()
         if anew:
             self.on_new_agent(slot_id)
-        self.poke_all()
+        self._look_whether_in_sight()
+        self._fleet.placing.room_came()
+        if anew or slot_id not in self._fleet.slots or self._fleet.is_closed(slot_id):
+            for status in self._fleet.on(slot_id):
+                self.poke((status.spec.tenant, status.function))
         state = self._fleet.slots.get(slot_id)
-        if state is not None and state.warm_target != self._fleet.warm_target(slot_id):
-            self._warm_target = -1
+        if self._warm_target < 0:
             self._set_warm()
+        elif self.leads and state is not None and state.warm_target != self._fleet.pools.warm_target(slot_id):
+            self._fleet.spawn(self._fleet.pools.tell_warm(slot_id))
+
+    def _look_whether_in_sight(self) -> bool:
+        """Who was decided upon without all slots' being in sight was held, and is looked at again once they are."""
+        in_sight = self._fleet.in_sight
+        if in_sight != self._was_in_sight:
+            self._was_in_sight = in_sight
+            self.poke_all()
+        return in_sight
 
     def _replica_changed(self, status: ReplicaStatus, before: ReplicaStatus | None) -> None:
         self.starting.seen(status)
@@ -258,6 +274,8 @@ class ControlLoop:
 
     def _run(self) -> None:
         self._due = None
+        # Once for all that is decided now: it is a look at every slot.
+        self.observation.in_sight = self._look_whether_in_sight()
         dirty, self._dirty = self._dirty, set()
         leads = self.leads
         if not leads and dirty:
@@ -358,8 +376,8 @@ class ControlLoop:
 
     def end_replica(self, replica_id: str, reason: str) -> bool:
         """An operator's wish; False if there is no such living replica."""
-        status = next((s for s in self._fleet.living() if s.replica_id == replica_id), None)
-        if status is None:
+        status = self._fleet.replicas.get(replica_id)
+        if status is None or status.state in GONE:
             return False
         revision = self._serving.revision((status.spec.tenant, status.function), status.revision)
         self._drain(replica_id, revision.spec.drain_s if revision is not None else 0.0, reason, meant=False)
@@ -457,8 +475,7 @@ class ControlLoop:
     # --- warm workers ---
 
     def _set_warm(self) -> None:
-        native = sum(function.spec.engine == "native" for function in self._functions.list())
-        wanted = warm_workers(native, self._settings.slot.warm_workers)
+        wanted = warm_workers(self._functions.natives, self._settings.slot.warm_workers)
         if self.leads and wanted != self._warm_target and self._fleet.slots:
             self._warm_target = wanted
-            self._fleet.spawn(self._fleet.warm(wanted))
+            self._fleet.spawn(self._fleet.pools.warm(wanted))

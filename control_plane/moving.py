@@ -33,6 +33,8 @@ IDLE_S: Final = 5.0
 """What was used more lately is not moved: where one request came, another may."""
 HELD_S: Final = 600.0
 """For how long what stays anyway is taken to hold its slot."""
+ANEW_S: Final = 60.0
+"""After this long a fleet that has not changed is looked at all the same: memory and forecasts move without a word."""
 GIVEN_UP_S: Final = 120.0
 """A move that takes longer has failed."""
 
@@ -55,6 +57,8 @@ class Moves:
         self._under_way: dict[str, float] = {}
         """Successors, and since when they start (`Fleet.successors` has whose place they take)."""
         self._idle_since_s: dict[str, float] = {}
+        self._in_vain: tuple[object, float] = (None, float("-inf"))
+        """What was looked at when there was nothing to move, and when."""
         fleet.watchers.append(self._changed)
 
     async def look(self) -> None:
@@ -62,11 +66,17 @@ class Moves:
         self._note(now_s)
         if not self._leads() or not self._fleet.in_sight or self._under_way:
             return
+        placing = self._fleet.placing
+        idle = [each for each, since_s in self._idle_since_s.items() if now_s - since_s >= IDLE_S]
+        seen = (placing.changes, idle, list(placing.unplaced))
+        if seen == self._in_vain[0] and now_s - self._in_vain[1] < ANEW_S:
+            return
         for kind in (CPU, CUDA):
             plan = self._plan(kind, now_s)
             if plan is not None:
                 self._begin(plan, kind, now_s)
                 return
+        self._in_vain = (seen, now_s)
 
     def _note(self, now_s: float) -> None:
         fleet, in_flight = self._fleet, self._fleet.placing.in_flight

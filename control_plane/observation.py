@@ -56,6 +56,8 @@ class Observation:
         """What a device is worth to other tenants."""
         self.service: Callable[[FunctionKey, str], ServiceModel | None] = lambda key, identity: None
         """Measured speeds of a checkpoint's replicas."""
+        self.in_sight = False
+        """Whether every slot is, as of the round of decisions that is under way."""
         self._peaks: dict[FunctionKey, Peaks] = {}
         self._cold: dict[FunctionKey, ColdWaiters] = {}
         self._since_s: dict[str, tuple[ReplicaState, float]] = {}
@@ -170,7 +172,7 @@ class Observation:
             generation=generation,
             cold_start_s=cold_start_s,
             gaps_s=gaps_s,
-            complete=self._fleet.in_sight and self._demand.complete,
+            complete=self.in_sight and self._demand.complete,
             unusable=unusable,
             cold_start_high_s=None if load is None else load.starts.quantile_s(0.9),
             service=self.service(key, target.identity or ""),

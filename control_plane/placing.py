@@ -68,6 +68,8 @@ class Placing:
         self._homes = {CPU: Homes(), CUDA: Homes()}
         """By kind of device."""
         self._changed: set[str] = set()
+        self.changes = 0
+        """How often something was told to have changed: who found nothing to do need not look again before."""
         self._loading: dict[str, frozenset[str]] = {}
         """By slot: checkpoints on their way into its pool."""
         self._loads_of: Counter[str] = Counter()
@@ -123,6 +125,7 @@ class Placing:
     def changed(self, slot_id: str) -> None:
         """What is there, or whether it is there at all."""
         self._changed.add(slot_id)
+        self.changes += 1
 
     def room_came(self) -> None:
         for key in self.unplaced:

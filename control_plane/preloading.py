@@ -58,7 +58,7 @@ class Preloading:
         likely = chances(uses)
         context.fleet.placing.chances = likely
         if likely:
-            await context.fleet.expect_pool(likely, HOLDS_S)
+            await context.fleet.pools.expect(likely, HOLDS_S)
         pools = [self._pool(slot_id, state) for slot_id, state in context.fleet.slots.items()]
         for load in to_load(self._wants(likely), pools):
             await self._load(load, revisions[load.identity], likely)
@@ -75,7 +75,7 @@ class Preloading:
             tenant=revision.tenant,
         )  # fmt: skip
         path = revision.manifest_path or ""
-        await context.fleet.warm_pool(path, load.identity, revision.spec.dtype, [load.slot_id])
+        await context.fleet.pools.load(path, load.identity, revision.spec.dtype, [load.slot_id])
 
     def _pool(self, slot_id: str, state: SlotState) -> Pool:
         present = [entry for entry in state.pool if entry.state in ("ready", "loading")]
@@ -115,7 +115,7 @@ class Preloading:
         wanted = {
             slot_id: workers(rate, REFILL_S, saved_s, WAITING_WEIGHT, WORKER_COST) for slot_id, rate in by_slot.items()
         }
-        await fleet.warm_more(wanted)
+        await fleet.pools.warm_more(wanted)
 
     def _revisions(self) -> dict[str, Revision]:
         """Current revisions that the native engine serves and whose checkpoint is imported."""

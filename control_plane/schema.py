@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Final
 
 from control_plane.migration import LOG_SECOND_BITS, POSTGRESQL, SQLITE, Dialect, Migration, Only
-from control_plane.schema_scaling import FUNCTION_OBJECTS, LOAD, QUOTAS, SLOT_PLACES
+from control_plane.schema_scaling import FUNCTION_OBJECTS, LOAD, MODEL_NAMES, QUOTAS, SLOT_PLACES
 
 __all__ = ["LOG_SECOND_BITS", "MIGRATIONS", "POSTGRESQL", "SQLITE", "Dialect", "Migration"]
 
@@ -398,5 +398,5 @@ _SHARED_BOUNDS: Final = Migration(
 
 MIGRATIONS: Final[tuple[Migration, ...]] = (
     _FIRST, _SECOND, _GATEWAYS, _FOURTH, _DRAINS, _TENANT_KEYS, _TENANT_RULES, _BEGUN, _SHARED_BOUNDS,
-    LOAD, QUOTAS, SLOT_PLACES, FUNCTION_OBJECTS,
+    LOAD, QUOTAS, SLOT_PLACES, MODEL_NAMES, FUNCTION_OBJECTS,
 )  # fmt: skip

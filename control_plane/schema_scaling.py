@@ -1,4 +1,5 @@
-"""The tables of scaling: load by windows, start times, quotas in devices, places for slots. Part of `schema`.
+"""The tables of scaling: load by windows, start times, quotas in devices, places for slots, names and objects of
+functions. Part of `schema`.
 
 Limits: as there.
 """
@@ -68,6 +69,23 @@ SLOT_PLACES: Final = Migration(
             wanted BIGINT NOT NULL,
             changed_us BIGINT NOT NULL
         )""",
+    ),
+)
+
+MODEL_NAMES: Final = Migration(
+    13,
+    "which function a model name means, and as of which revision of it",
+    (
+        """
+        CREATE TABLE model_names (
+            tenant TEXT NOT NULL,
+            function TEXT NOT NULL,
+            model TEXT NOT NULL,
+            PRIMARY KEY (tenant, function, model)
+        ) {clustered}""",
+        "CREATE INDEX model_names_by_model ON model_names (tenant, model)",
+        "ALTER TABLE functions ADD COLUMN named_revision BIGINT NOT NULL DEFAULT 0",
+        "CREATE INDEX functions_unnamed ON functions (tenant) WHERE named_revision <> revision",
     ),
 )
 

@@ -51,6 +51,10 @@ class Adoption:
         self._dispatcher.hold(live)
         self._waiting.setdefault(replica_id, {})[live.request_id] = live
 
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._waiting)
+
     def expects(self, replica_id: str) -> bool:
         return replica_id in self._waiting
 
@@ -114,7 +118,7 @@ class Seating:
             self.adoption.gone(replica_id)
 
     def slot_changed(self) -> None:
-        if self._fleet.in_sight:
+        if self.adoption.is_waiting and self._fleet.in_sight:
             self.adoption.settle({status.replica_id for status in self._fleet.living()})
 
     def bring_home(self, live: LiveRequest, replica_id: str) -> None:

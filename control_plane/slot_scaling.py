@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from autoscaler.peaks import Peaks
@@ -31,7 +31,7 @@ from control_plane.backends.base import Backend, SlotUnavailable
 from control_plane.decisions import Decisions
 from control_plane.errors import StokerError
 from control_plane.fleet import Fleet
-from control_plane.placing import ROOM_WAIT_S
+from control_plane.placing import ROOM_WAIT_S, Unplaced
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class SlotScaling:
         if not elastic:
             return
         kinds = [self._kind(each) for each in elastic]
-        demand = {each.name: self._demand(each, now_s) for each in elastic}
+        demand = self._demands(elastic, now_s)
         for name, decision in decide_slots(kinds, demand, now_s).items():
             current = sum(slot.phase in (SlotPhase.PROVISIONING, SlotPhase.READY) for slot in demand[name].slots)
             await self._do(name, decision, current)
@@ -120,7 +120,7 @@ class SlotScaling:
         fleet, backend = self._fleet, self._backend
         self._since_s = {slot_id: self._since_s.get(slot_id, now_s) for slot_id in fleet.slots}
         self._empty_since_s = {
-            slot_id: self._empty_since_s.get(slot_id, now_s) for slot_id in fleet.slots if not fleet.on(slot_id)
+            slot_id: self._empty_since_s.get(slot_id, now_s) for slot_id in fleet.slots if not fleet.count_on(slot_id)
         }
         coming = backend.coming
         for slot_id, asked_s in list(self._asked_s.items()):
@@ -130,9 +130,11 @@ class SlotScaling:
                     self._came(backend.class_of(slot_id), now_s - asked_s)
         for slot_id, since_s in coming.items():
             self._asked_s.setdefault(slot_id, now_s - since_s)
+        used: Counter[str] = Counter()
+        for slot_id in fleet.slots:
+            used[backend.class_of(slot_id)] += fleet.count_on(slot_id)
         for each in classes:
-            used = sum(len(fleet.on(slot_id)) for slot_id in fleet.slots if backend.class_of(slot_id) == each.name)
-            self._peaks.setdefault(each.name, Peaks()).note(now_s, used)
+            self._peaks.setdefault(each.name, Peaks()).note(now_s, used[each.name])
 
     def _came(self, class_name: str, seconds: float) -> None:
         known = self._provision_s.get(class_name)
@@ -148,37 +150,46 @@ class SlotScaling:
             keep_empty_s=self._hold_s or None,
         )
 
-    def _demand(self, slots: base.SlotClass, now_s: float) -> SlotDemand:
-        fleet, backend, name = self._fleet, self._backend, slots.name
+    def _demands(self, classes: Iterable[base.SlotClass], now_s: float) -> dict[str, SlotDemand]:
+        """Of every class, from one look at the slots: there may be a class a function."""
+        fleet, views = self._fleet, self._views(now_s)
+        wishes: defaultdict[str, list[Unplaced]] = defaultdict(list)
+        for wish in fleet.placing.still_unplaced(now_s).values():
+            wishes[wish.work.kind].append(wish)
+        in_sight = fleet.in_sight
+        return {
+            each.name: SlotDemand(
+                slots=tuple(views[each.name]),
+                unplaced=tuple(wish.work.devices for wish in wishes[each.name] for _ in range(wish.count)),
+                waiting=sum(wish.work.waiting for wish in wishes[each.name]),
+                peaks=self._peaks[each.name].steps(),
+                watched_s=now_s - (self._led_since_s or now_s),
+                expected=self.expected(each.name),
+                complete=in_sight,
+                seen_s=now_s,
+            )
+            for each in classes
+        }
+
+    def _views(self, now_s: float) -> defaultdict[str, list[SlotView]]:
+        """Slots by class, those that are coming behind those that are there."""
+        fleet, backend = self._fleet, self._backend
         leaving = backend.leaving
-        views = [
-            SlotView(
+        views: defaultdict[str, list[SlotView]] = defaultdict(list)
+        for slot_id, state in fleet.slots.items():
+            view = SlotView(
                 slot_id,
                 SlotPhase.DRAINING if slot_id in leaving or fleet.is_closed(slot_id) else SlotPhase.READY,
                 self._since_s.get(slot_id, now_s),
-                len(fleet.on(slot_id)),
+                fleet.count_on(slot_id),
                 self._empty_since_s.get(slot_id),
                 state.pool_used_bytes,
             )
-            for slot_id, state in fleet.slots.items()
-            if backend.class_of(slot_id) == name
-        ]
-        views += [
-            SlotView(slot_id, SlotPhase.PROVISIONING, now_s - since_s)
-            for slot_id, since_s in backend.coming.items()
-            if since_s < LOST_S and backend.class_of(slot_id) == name and slot_id not in fleet.slots
-        ]
-        wishes = [each for each in fleet.placing.still_unplaced(now_s).values() if each.work.kind == name]
-        return SlotDemand(
-            slots=tuple(views),
-            unplaced=tuple(wish.work.devices for wish in wishes for _ in range(wish.count)),
-            waiting=sum(wish.work.waiting for wish in wishes),
-            peaks=self._peaks[name].steps(),
-            watched_s=now_s - (self._led_since_s or now_s),
-            expected=self.expected(name),
-            complete=fleet.in_sight,
-            seen_s=now_s,
-        )
+            views[backend.class_of(slot_id)].append(view)
+        for slot_id, since_s in backend.coming.items():
+            if since_s < LOST_S and slot_id not in fleet.slots:
+                views[backend.class_of(slot_id)].append(SlotView(slot_id, SlotPhase.PROVISIONING, now_s - since_s))
+        return views
 
     # --- what is done ---
 

@@ -29,7 +29,11 @@ from function_runtime.protocol import EngineOptions, ReplicaSpec, ReplicaState, 
 logger = logging.getLogger(__name__)
 
 REPORT_S: Final = 15.0
-"""How stale the ledger's view of a living replica may be."""
+"""How stale the ledger's view of a living replica may be that has worked since."""
+IDLE_REPORT_S: Final = 60.0
+"""And of one for which only time has passed: a fleet at rest writes little."""
+REPORTED_AT_ONCE: Final = 100
+"""Replicas a transaction."""
 SETTLE_S: Final = 1.0
 """How long a claim on a bound of all gateways may lie unused."""
 TIDY_S: Final = 2.0
@@ -63,6 +67,10 @@ async def _open_accounts(db: Database) -> list[ReplicaStatus]:
     return found
 
 
+def _worked_us(status: ReplicaStatus) -> int:
+    return status.time.attributed_us + status.time.cold_us
+
+
 async def _import_ahead() -> None:
     """What the first deployment and the first request need, and a start need not wait for."""
     for module in (
@@ -82,6 +90,8 @@ class Upkeep:
     def __init__(self, context: AppContext) -> None:
         self._context = context
         self._tasks: list[asyncio.Task[None]] = []
+        self._reported: dict[str, tuple[float, int]] = {}
+        """When the ledger was told of each replica, and for how long it had worked by then."""
 
     def start(self) -> None:
         context, settings = self._context, self._context.settings
@@ -198,8 +208,19 @@ class Upkeep:
     async def _report(self) -> None:
         if not self._context.gateways.leads:
             return
-        for status in self._context.fleet.living():
-            await self._try("report", self._context.ledger.report_replica(status))
+        now_s, living = time.monotonic(), self._context.fleet.living()
+        self._reported = {s.replica_id: self._reported[s.replica_id] for s in living if s.replica_id in self._reported}
+        due = [status for status in living if self._is_due(status, now_s)]
+        for first in range(0, len(due), REPORTED_AT_ONCE):
+            await self._try("report", self._report_some(due[first : first + REPORTED_AT_ONCE], now_s))
+
+    def _is_due(self, status: ReplicaStatus, now_s: float) -> bool:
+        at_s, worked_us = self._reported.get(status.replica_id, (float("-inf"), 0))
+        return worked_us != _worked_us(status) or now_s - at_s >= IDLE_REPORT_S - REPORT_S / 2
+
+    async def _report_some(self, statuses: list[ReplicaStatus], now_s: float) -> None:
+        await self._context.ledger.report_replicas(statuses)
+        self._reported.update({status.replica_id: (now_s, _worked_us(status)) for status in statuses})
 
     async def _tidy(self) -> None:
         for _ in range(BATCHES):

@@ -184,7 +184,7 @@ def routes(context: AppContext) -> list[web.RouteDef]:
         slot_ids = list(context.fleet.slots) if body.slot is None else [body.slot]
         if unknown := [slot_id for slot_id in slot_ids if slot_id not in context.fleet.slots]:
             raise NotFound(f"there is no slot {unknown[0]}", param="slot", code="slot_not_found")
-        refused = await context.fleet.warm_pool(str(model.manifest.path), model.identity, body.dtype, slot_ids)
+        refused = await context.fleet.pools.load(str(model.manifest.path), model.identity, body.dtype, slot_ids)
         if refused and len(refused) == len(slot_ids):
             slot_id, problem = next(iter(refused.items()))
             raise Conflict(f"{slot_id} did not take it: {problem}", code="pool_refused")
@@ -211,7 +211,7 @@ def routes(context: AppContext) -> list[web.RouteDef]:
             if entry["state"] == "absent" or body.slot not in (None, entry["slot_id"]):
                 continue
             try:
-                await context.fleet.evict_pool(entry["slot_id"], entry["key"])
+                await context.fleet.pools.evict(entry["slot_id"], entry["key"])
             except SlotUnavailable as error:
                 refused[entry["slot_id"]] = str(error)
                 continue
@@ -246,7 +246,7 @@ def routes(context: AppContext) -> list[web.RouteDef]:
         except LoaderError as error:
             raise Internal(str(error)) from error
         # Forms and compiled kernels of it in the object store; what the store refuses now, the sweep removes later.
-        await context.fleet.forget_checkpoint(model.identity)
+        await context.fleet.pools.forget_checkpoint(model.identity)
         stored_bytes, stored_problem = 0, None
         try:
             stored_bytes = (await context.derived.forget(model.identity)).nbytes

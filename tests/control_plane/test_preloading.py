@@ -15,6 +15,7 @@ from function_runtime.protocol import PoolEntry, SlotState
 class Fleet:
     def __init__(self, *entries: PoolEntry, used_bytes: int = 0) -> None:
         self.in_sight = True
+        self.pools = self
         state = SlotState("s0", 1, "i", True, 0, 0, 1000, used_bytes, pool=entries)
         self.slots = {"s0": state}
         self.told: list[tuple[dict[str, float], float]] = []
@@ -27,13 +28,13 @@ class Fleet:
     def living(self, key: tuple[str, str]) -> list[object]:
         return []
 
-    async def expect_pool(self, chances: dict[str, float], holds_s: float) -> None:
+    async def expect(self, chances: dict[str, float], holds_s: float) -> None:
         self.told.append((dict(chances), holds_s))
 
     async def warm_more(self, workers: dict[str, int]) -> None:
         self.workers.append(workers)
 
-    async def warm_pool(self, path: str, identity: str, dtype: str, slot_ids: list[str]) -> dict[str, str]:
+    async def load(self, path: str, identity: str, dtype: str, slot_ids: list[str]) -> dict[str, str]:
         self.warmed.append((identity, tuple(slot_ids)))
         return {}
 

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SECRET_LEAST_BYTES: Final = 16
+WORDS_S: Final = 0.05
+"""How late who waits may be told how far it is: of a burst of news, the last."""
 LOOK_S: Final = 10.0
 """Pause between looks at what has to be tried again."""
 
@@ -96,6 +98,7 @@ class Cluster:
         self._pool_file: PoolFile | None = None
         self._due = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._words_due: asyncio.TimerHandle | None = None
         self._mirrored = self._pool_file_settled = False
         """Whether the lease names who leads, and the pools are those of the file."""
         self._wire()
@@ -144,6 +147,8 @@ class Cluster:
         self._context.slot_scaling.poke()
 
     async def close(self) -> None:
+        if self._words_due is not None:
+            self._words_due.cancel()
         await end_task(self._task)
         await self.tending.close()
         await self.pool_status.close()
@@ -204,22 +209,28 @@ class Cluster:
         self.tending.poke()
         self.pool_status.poke()
         self._due.set()
-        for key in self._note_all_waiting():
-            self.function_objects.restate(key)
+        if self._words_due is None:
+            self._words_due = asyncio.get_running_loop().call_later(WORDS_S, self._tell_waiting)
         if name and name not in self.backend.progress:
             self._context.slot_scaling.poke()
 
+    def _tell_waiting(self) -> None:
+        self._words_due = None
+        for key in self._note_all_waiting():
+            self.function_objects.restate(key)
+
     def _note_all_waiting(self) -> set[FunctionKey]:
-        keys = {lane.key for lane in self._context.dispatcher.lanes if lane.waiting}
+        """What is said of a class is made once, however many wait for it: it is a look at all slots."""
+        keys, said = {lane.key for lane in self._context.dispatcher.lanes if lane.waiting}, dict[str, str]()
         for key in keys:
-            self._note_waiting(key)
+            self._note_waiting(key, said)
         return keys
 
-    def _note_waiting(self, key: FunctionKey) -> None:
+    def _note_waiting(self, key: FunctionKey, said: dict[str, str] | None = None) -> None:
         """Heartbeats say how far it is."""
         for lane in self._context.dispatcher.lanes.of_function(key):
             if lane.waiting and not lane.paused:
-                words = self.why_waiting(key)
+                words = self.why_waiting(key, said)
                 for request in lane.waiting:
                     request.log.note = f"waiting: {words}" if words else "waiting for a replica"
 
@@ -281,8 +292,9 @@ class Cluster:
                 return True
         return False
 
-    def why_waiting(self, key: FunctionKey) -> str:
-        """How far it is with the slot or the replica that a request of this function waits for."""
+    def why_waiting(self, key: FunctionKey, said: dict[str, str] | None = None) -> str:
+        """How far it is with the slot or the replica that a request of this function waits for. `said`: what is known
+        of classes at this moment already."""
         states = {status.state for status in self._context.fleet.living(key)}
         if ReplicaState.LOADING in states:
             return WORDS[Phase.LOADING]
@@ -290,7 +302,12 @@ class Cluster:
             return WORDS[Phase.SPECIALISING]
         if ReplicaState.READY in states:
             return ""
-        return self.backend.kinds.why_none(key) or self.backend.words(self.backend.kinds.of(key))
+        if why := self.backend.kinds.why_none(key):
+            return why
+        said, wanted = {} if said is None else said, self.backend.kinds.of(key)
+        if wanted not in said:
+            said[wanted] = self.backend.words(wanted)
+        return said[wanted]
 
     def slots_of(self, key: FunctionKey) -> dict[str, Any]:
         """Of the class a function needs: which are coming, and why it is not better."""

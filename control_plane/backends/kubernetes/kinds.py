@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable
 
 from control_plane.backends.kubernetes.api import Object
@@ -40,6 +41,10 @@ class Kinds:
         self.all: dict[str, Kind] = {}
         """By class name."""
         self._of: dict[FunctionKey, Kind] = {}
+        self._needed_by: Counter[str] = Counter()
+        """Functions that need each class."""
+        self._own: frozenset[str] = frozenset()
+        """The pools' own classes, which are there whether or not they are needed."""
         self.on_change: Callable[[], None] = lambda: None
 
     # --- what is told ---
@@ -71,14 +76,12 @@ class Kinds:
             return
         self._functions[key] = (fields, on_devices)
         self._make(key, fields, on_devices)
-        self._collect()
         self.on_change()
 
     def function_gone(self, key: FunctionKey) -> None:
         if key in self._functions:
             del self._functions[key]
-            self._of.pop(key, None)
-            self._collect()
+            self._need(key, None)
             self.on_change()
 
     # --- what follows ---
@@ -108,19 +111,34 @@ class Kinds:
     def _remake(self) -> None:
         self._made.clear()
         self._of.clear()
+        self._needed_by.clear()
+        own = [self._kind(pool, None) for pool in self.pools.values()]
+        self._own = frozenset(kind.name for kind in own)
+        self.all = {kind.name: kind for kind in own}
         for key, (fields, on_devices) in self._functions.items():
             self._make(key, fields, on_devices)
-        self._collect()
         self.on_change()
 
     def _make(self, key: FunctionKey, fields: PodFields | None, on_devices: bool) -> None:
         pool = pool_for(fields, self.pools, self._default_pool)
         kind = self._kind(pool, fields) if pool is not None else None
         # NOTE: slots without devices would be asked for one after the other, and none would ever fit.
-        if kind is None or (on_devices and not kind.spec.devices):
-            self._of.pop(key, None)
-        else:
+        self._need(key, None if kind is None or (on_devices and not kind.spec.devices) else kind)
+
+    def _need(self, key: FunctionKey, kind: Kind | None) -> None:
+        """A class that is none of the pools' own is there for as long as some function needs it."""
+        before = self._of.pop(key, None)
+        if kind is not None:
             self._of[key] = kind
+            if kind.name not in self._own:
+                self.all[kind.name] = kind
+            self._needed_by[kind.name] += 1
+        if before is not None:
+            self._needed_by[before.name] -= 1
+            if not self._needed_by[before.name]:
+                del self._needed_by[before.name]
+                if before.name not in self._own:
+                    del self.all[before.name]
 
     def _kind(self, pool: Pool, fields: PodFields | None) -> Kind:
         said = json.dumps(own_fields(fields), sort_keys=True) if fields is not None else "{}"
@@ -128,8 +146,3 @@ class Kinds:
         if which not in self._made:
             self._made[which] = kind_of(pool, self._image, fields)
         return self._made[which]
-
-    def _collect(self) -> None:
-        """Every pool's own class, and those that functions need; nothing else."""
-        used = [self._kind(pool, None) for pool in self.pools.values()] + list(self._of.values())
-        self.all = {kind.name: kind for kind in used}
