@@ -1,4 +1,4 @@
-"""The control loop of a large cluster (1,000 functions, 200 slots, 2,000 replicas): what rest costs, how late a change is.
+"""The control loop of a large cluster (1,000 functions, 200 slots, 2,000 replicas): what rest and changes cost.
 
 The whole control plane in this process, over a stand-in of the API server that keeps calls, with slots and replicas in
 another process that speak the real protocols without engines (`control_loop_slots`). First 1,000 `Function` objects are
