@@ -165,9 +165,11 @@ class Arrival:
         """The end of the gapless run of sound chunks (`promised`: also of those that may still become so) that holds
         `position`; `position` itself if there is none."""
         states = (ChunkState.SOUND, ChunkState.ARRIVING) if promised else (ChunkState.SOUND,)
-        own = [c for c in self.chunks if c.choice == choice and c.state in states]
-        while ends := [c.end for c in own if c.start <= position < c.end]:
-            position = max(ends)
+        own = [(c.start, c.end) for c in self.chunks if c.choice == choice and c.end > position and c.state in states]
+        for start, end in sorted(own):
+            if start > position:
+                break
+            position = max(position, end)
         return position
 
     @property

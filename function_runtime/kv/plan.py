@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from function_runtime.kv.contention import Coming
 from function_runtime.kv.speeds import Speeds
 
 Seconds: TypeAlias = NDArray[np.float64]
+_Number = TypeVar("_Number", float, Seconds)
 
 MIN_DEADLINE_S: Final = 0.25
 """A read is waited for this long whatever recomputing would cost: less is the noise of a busy machine."""
@@ -145,16 +146,20 @@ class Costs:
     def up_to(self, positions: Sequence[int]) -> Seconds:
         """Of [0, position) each."""
         at = np.asarray(positions, np.float64)
-        s = self._speeds
-        prefill = np.minimum(at, self._prompt)
-        steps = np.maximum(at - self._prompt, 0.0)
-        decode = steps * s.decode_s + s.decode_position_s * steps * (2 * self._prompt + steps) / 2
-        whole: Seconds = prefill * s.prefill_s + s.prefill_position_s * prefill**2 / 2 + decode
+        whole: Seconds = self._seconds(np.minimum(at, self._prompt), np.maximum(at - self._prompt, 0.0))
         return whole
 
     def between(self, start: int, end: int) -> float:
-        low, high = self.up_to((start, max(start, end)))
-        return float(high - low)
+        """Of [start, end). Asked for at every range and pass, hence without arrays."""
+        return self._at(max(start, end)) - self._at(start)
+
+    def _at(self, position: int) -> float:
+        return self._seconds(min(position, self._prompt), max(position - self._prompt, 0))
+
+    def _seconds(self, prefill: _Number, steps: _Number) -> _Number:
+        s = self._speeds
+        decode = steps * s.decode_s + s.decode_position_s * steps * (2 * self._prompt + steps) / 2
+        return prefill * s.prefill_s + s.prefill_position_s * prefill**2 / 2 + decode
 
 
 class _Table:

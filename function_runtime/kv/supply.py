@@ -4,15 +4,20 @@
 
 Order: by layers while passes follow them, from the front where that must be loaded, else from the back, so that what is
 computed from the front meets it. As much is asked for at once as keeps the store busy, and no more: what is not asked
-for yet can still be left. Limits: not locked, no clock: `steering` brings both.
+for yet can still be left. What is left is asked after for every range there is, so that its bytes are kept in an array
+in the order of their ends. Limits: not locked, no clock: `steering` brings both.
 """
 
 from __future__ import annotations
 
 import enum
+import heapq
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
+
+import numpy as np
 
 from function_runtime.kv.fit import Fit
 from function_runtime.kv.speeds import READERS, TYPICAL_READS, Speeds
@@ -80,8 +85,16 @@ class Supply:
     ) -> None:
         """`speeds`: None, as many at once as there are readers. `is_known`: they were measured lately."""
         self._left = sorted(items, key=lambda item: (item.start, item.choice))
+        self._largest = max((item.nbytes for item in items), default=1)
+        by_end = sorted(items, key=lambda item: item.end)
+        self._ends = [item.end for item in by_end]
+        self._place_of = {item.index: place for place, item in enumerate(by_end)}
+        self._unasked = np.array([item.nbytes for item in by_end], np.int64)
+        """Bytes of each item, by its end, that are neither asked for nor dropped."""
         self._asked: dict[int, int] = {}
         """Pieces of an item that have been asked for, by its index."""
+        self._layers = [(0, place, item) for place, item in enumerate(self._left)]
+        """A heap: by how much of an item was asked for, then from the front. What was dropped is passed over."""
         self.order = order
         self._speeds = speeds
         self.is_known = is_known
@@ -100,7 +113,7 @@ class Supply:
 
     def _at_once(self) -> tuple[int, int]:
         """How many ranges, and how long each may be."""
-        largest = max((item.nbytes for item in self._left), default=1)
+        largest = self._largest
         speeds = self._now()
         if speeds is None:
             return READERS, SPAN_BYTES
@@ -138,8 +151,7 @@ class Supply:
         if not self._left:
             return None
         if self.order is Order.LAYERS:
-            item = min(self._left, key=lambda i: self._asked.get(i.index, 0))
-            return self._pieces(item, 1)
+            return self._layer()
         from_back = self.order is Order.BACK
         item = self._left[-1 if from_back else 0]
         if not is_of_use(item):
@@ -167,13 +179,26 @@ class Supply:
             del self._left[-len(together) :]
         else:
             del self._left[: len(together)]
+        self._unasked[[self._place_of[each.index] for each in together]] = 0
         last = together[-1]
         return Job(tuple(together), 0, 1, last.offset + last.nbytes - together[0].offset)
+
+    def _layer(self) -> Job | None:
+        """The next piece of the item that is furthest behind."""
+        while self._layers:
+            asked, place, item = self._layers[0]
+            if self._unasked[self._place_of[item.index]] == 0:
+                heapq.heappop(self._layers)
+                continue
+            heapq.heapreplace(self._layers, (asked + 1, place, item))
+            return self._pieces(item, 1)
+        return None
 
     def _pieces(self, item: Item, count: int) -> Job:
         first = self._asked.get(item.index, 0)
         last = first + count
         self._asked[item.index] = last
+        self._unasked[self._place_of[item.index]] = item.nbytes - item.edges[last]
         if last == item.pieces:
             self._left.remove(item)
         return Job((item,), first, last, item.edges[last] - item.edges[first])
@@ -205,19 +230,19 @@ class Supply:
 
     def drop_before(self, position: int) -> None:
         """What ends at or before `position` is computed."""
+        self._unasked[: bisect_right(self._ends, position)] = 0
         self._left = [item for item in self._left if item.end > position]
 
     def drop(self, index: int) -> None:
         """The item failed."""
+        self._unasked[self._place_of[index]] = 0
         self._left = [item for item in self._left if item.index != index]
 
     # --- expecting ------------------------------------------------------------------------------------------------
 
     def remaining_s(self, position: int, now_s: float) -> float:
         """Until all that lies behind `position` is here. What is late already is taken to be slow as a whole."""
-        left = sum(
-            item.nbytes - item.edges[self._asked.get(item.index, 0)] for item in self._left if item.end > position
-        )
+        left = int(self._unasked[bisect_right(self._ends, position) :].sum())
         jobs = [job for job in self._flying if job.items[-1].end > position]
         speeds = self._now()
         if speeds is None or not (left or jobs):
