@@ -5,12 +5,14 @@
 
 Pauses have full jitter, so that many clients do not come back at once; retries are paid from a budget that successes
 fill, so that a store in trouble is not asked several times as often as a healthy one. Only StoreUnavailable is tried
-again and counted against the store: "no such object" and "not allowed" are answers.
+again and counted against the store: "no such object" and "not allowed" are answers, and a store whose bytes still came
+when a deadline passed is slow, not ill.
 Limits: one process's view; what is retried must be safe to repeat.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -45,7 +47,8 @@ class Limits:
     cool_down_s: float = 1.0
     longest_cool_down_s: float = 60.0
     judged_after_s: float = 1.0
-    """A caller's deadline that passes sooner than this says nothing about the store."""
+    """A caller's deadline that passes sooner than this says nothing about the store; nor does one that passes within
+    this time of the last bytes that moved."""
 
 
 DEFAULT_LIMITS: Final = Limits()
@@ -57,6 +60,7 @@ class Deadline:
     def __init__(self, within_s: float, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._at_s = clock() + within_s
+        self._moved_s = -math.inf
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._hooks: set[Callable[[], None]] = set()
@@ -71,6 +75,15 @@ class Deadline:
     @property
     def abandoned(self) -> bool:
         return self._over.is_set()
+
+    def moved(self) -> None:
+        """Bytes of the operation came, or were taken."""
+        self._moved_s = self._clock()
+
+    @property
+    def moved_s(self) -> float:
+        """When they last did, by the clock."""
+        return self._moved_s
 
     def wait(self, seconds: float) -> None:
         """Sleeps, but not beyond the end."""
@@ -242,7 +255,8 @@ class Guard:
                 self._budget.earn()
                 return result
             except StoreUnavailable as error:
-                cut_short = deadline.passed and self._clock() - begin_s < self.limits.judged_after_s
+                since_s = max(begin_s, deadline.moved_s)
+                cut_short = deadline.passed and self._clock() - since_s < self.limits.judged_after_s
                 verdict = Verdict.NONE if cut_short or deadline.abandoned else Verdict.BAD
                 reason, last = str(error), error
             except LoaderError:

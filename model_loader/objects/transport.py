@@ -47,7 +47,10 @@ class _TimedReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int | None:
         self._connection.set_timeout()
-        return self._source.readinto(buffer)
+        count = self._source.readinto(buffer)
+        if count:
+            self._connection.moved()
+        return count
 
     def close(self) -> None:
         if not self.closed:
@@ -90,6 +93,10 @@ class Connection:
             sock.settimeout(timeout_s)
             self._timeout_s = timeout_s
 
+    def moved(self) -> None:
+        if self._deadline is not None:
+            self._deadline.moved()
+
     def begin(self, deadline: Deadline) -> None:
         self._deadline = deadline
         deadline.attach(self.interrupt)
@@ -113,6 +120,7 @@ class Connection:
             for at in range(0, len(view), _SEND_BYTES):
                 self.set_timeout()
                 self._http.sock.sendall(view[at : at + _SEND_BYTES])
+                self.moved()
 
     def response(self) -> http.client.HTTPResponse:
         return self._http.getresponse()

@@ -206,6 +206,29 @@ def test_a_deadline_too_short_to_judge_by_is_not_held_against_the_store() -> Non
     assert world.state is BreakerState.OPEN
 
 
+def test_a_store_whose_bytes_still_came_at_the_deadline_is_slow_and_not_ill() -> None:
+    world = World()
+
+    def moves(silent_s: float) -> None:
+        deadline = world.guard.deadline(10.0)
+
+        def request() -> object:
+            world.now_s += 10.0 - silent_s
+            deadline.moved()
+            world.now_s += silent_s
+            raise down("did not answer within the deadline")
+
+        with pytest.raises(StoreUnavailable):
+            world.guard.run("get", deadline, request)
+
+    for _ in range(20):
+        moves(silent_s=0.5)
+    assert world.state is BreakerState.CLOSED
+    for _ in range(5):
+        moves(silent_s=3.0)
+    assert world.state is BreakerState.OPEN
+
+
 def test_an_abandoned_deadline_is_over_and_wakes_who_waits() -> None:
     woken: list[str] = []
     deadline = Deadline(100.0)
