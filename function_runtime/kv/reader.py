@@ -37,6 +37,8 @@ FAR_S: Final = 3600.0
 """No deadline: what is late is computed."""
 MEASURED_LATELY_S: Final = 60.0
 PROBE_EVERY_S: Final = 1.0
+MOST_BEHIND: Final = 5.0
+"""A store is looked at every 25 s, however slow it was: what is read costs the line and the processor."""
 PROBE_LEAST_S: Final = 0.1
 """What takes less is not worth looking whether it could be read faster."""
 
@@ -152,7 +154,7 @@ class Reading:
     ) -> Arrival | None:
         """Begins with what the plan says, and goes on as it turns out. Where the plan is to read nothing, one range is
         read all the same if the store has not been measured for a while; None: not even that."""
-        if not self._paths[0] or not (chosen.loads or self._may_probe(chosen, measured)):
+        if not self._paths[0] or not (chosen.loads or may_probe(chosen, measured.read_ago_s)):
             return None
         known = self._known(engine)
         wanted = self.wanted
@@ -176,9 +178,6 @@ class Reading:
             wanted, [within_s] * len(wanted), order=order,
             pieces=pieces, reason=chosen.reason, other=self._instead, steer=steer,
         )  # fmt: skip
-
-    def _may_probe(self, chosen: Plan, measured: Measured) -> bool:
-        return chosen.recompute_s > PROBE_LEAST_S and measured.read_ago_s > PROBE_EVERY_S
 
     def _fetch(self, store: ObjectStore, executor: Executor, took: Callable[[float, float], None] | None) -> Fetch:
         seal = ChunkSeal(self.work.kv_key)
@@ -205,6 +204,14 @@ class Reading:
         outcome.sound = [msgspec.structs.replace(c.record, lineage=x) for c, x in zip(sound, lineages, strict=True)]
         late = [c for c in arrival.chunks if c.state is ChunkState.FAILED]
         outcome.misses += [f"[{c.start}, {c.end}) of choice {c.choice}: {c.reason}" for c in late]
+
+
+def may_probe(chosen: Plan, read_ago_s: float) -> bool:
+    """Whether a plan that reads nothing is worth a little reading, to see how the store is now. The further loading is
+    behind, the rarer: what would have to be four times as fast is looked at a sixteenth as often as what is nearly as
+    good."""
+    behind = min(max(chosen.load_s / max(chosen.recompute_s, 1e-9), 1.0), MOST_BEHIND)
+    return chosen.recompute_s > PROBE_LEAST_S and read_ago_s > PROBE_EVERY_S * behind**2
 
 
 def read_kv(work: Work, identity: KvIdentity, store: ObjectStore, executor: Executor, within_s: float) -> Restoration:

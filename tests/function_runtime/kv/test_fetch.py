@@ -16,7 +16,7 @@ from function_runtime.kv import fetch
 from function_runtime.kv.arrival import Arrival, ArrivalFailed, ChunkState
 from function_runtime.kv.memory import ReadMemory
 from function_runtime.kv.plan import Decision, Plan
-from function_runtime.kv.reader import Capabilities, Reading
+from function_runtime.kv.reader import Capabilities, Reading, may_probe
 from function_runtime.kv.speeds import PRIOR, Measured
 from model_loader.objects import DirectoryStore
 from tests.function_runtime.kv.test_chunks import IDENTITY, LAYOUT
@@ -202,6 +202,16 @@ def test_a_store_that_is_faster_than_was_thought_is_noticed_by_reading_a_little_
         very_slow = replace(chosen, recompute_s=0.01)
         assert three_again(stored).begin_steered(very_slow, Measured(), capabilities, stored.store, executor) is None
         assert three_again(stored).begin_steered(chosen, thought_slow, capabilities, stored.store, executor) is None
+
+
+@pytest.mark.parametrize(("behind", "looks_after_s"), [(0.9, 1), (2, 4), (5, 25), (float("inf"), 25)])
+def test_the_further_a_store_is_behind_the_rarer_it_is_looked_at(
+    stored: Stored, behind: float, looks_after_s: float
+) -> None:
+    slow = three(stored).plan(replace(PRIOR, latency_s=60.0, prefill_s=1.0), Capabilities(LAYOUT.num_layers))
+    plan = replace(slow, recompute_s=2.0, load_s=2.0 * behind)
+    assert not may_probe(plan, looks_after_s - 0.1)
+    assert may_probe(plan, looks_after_s + 0.1)
 
 
 def three_again(stored: Stored) -> Reading:
