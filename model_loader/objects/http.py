@@ -13,8 +13,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import threading
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 from urllib.parse import quote, urlencode, urlsplit
@@ -77,9 +75,6 @@ class HttpStore:
         self._token = os.environ.get(TOKEN_VARIABLE, "") if token is None else token
         self._guard = guard or Guard(self.stats, limits)
         self._transport = Transport()
-        self._lock = threading.Lock()
-        self._operations: weakref.WeakSet[Deadline] = weakref.WeakSet()
-        self._closed = False
 
     # --- reading --------------------------------------------------------------------------------------------------
 
@@ -91,7 +86,7 @@ class HttpStore:
             result = bytearray(length)
             self.get_into(key, offset, memoryview(result), within_s=within_s)
             return bytes(result)
-        deadline = self._deadline(within_s)
+        deadline = self._guard.deadline(within_s)
         if length == 0:
             return _at_most_the_end(key, offset, self._head(key, path, deadline))
         result = self._guard.run("get", deadline, lambda: self._get_rest(path, key, offset, deadline))
@@ -106,7 +101,7 @@ class HttpStore:
         path = _path(key)
         if offset < 0:
             raise ShortObject(f"object {key} has no byte {offset}")
-        deadline = self._deadline(within_s, len(view))
+        deadline = self._guard.deadline(within_s, len(view))
         self._guard.run("get", deadline, lambda: self._get_range(path, key, offset, view, deadline), len(view))
 
     def _get_range(self, path: str, key: str, offset: int, view: memoryview, deadline: Deadline) -> None:
@@ -145,7 +140,7 @@ class HttpStore:
     def exists(self, key: str, *, within_s: float | None = None) -> int | None:
         path = _path(key)
         try:
-            return self._head(key, path, self._deadline(within_s))
+            return self._head(key, path, self._guard.deadline(within_s))
         except MissingObject:
             return None
 
@@ -169,7 +164,7 @@ class HttpStore:
         after = ""
         while True:
             query = urlencode({"prefix": prefix, "after": after, "limit": PAGE_KEYS})
-            page = self._json("list", f"{LIST_PATH}?{query}", self._deadline(within_s))
+            page = self._json("list", f"{LIST_PATH}?{query}", self._guard.deadline(within_s))
             for key, nbytes, modified_s, version in page["objects"]:
                 yield ObjectInfo(str(key), int(nbytes), float(modified_s), str(version))
             if not page["more"]:
@@ -200,12 +195,12 @@ class HttpStore:
         views = [view for part in parts if len(view := memoryview(part).cast("B"))]
         total = sum(len(view) for view in views)
         headers = (("Content-Length", str(total)), (CRC_HEADER, str(_crc32c(views))))
-        deadline = self._deadline(within_s, total)
+        deadline = self._guard.deadline(within_s, total)
         self._guard.run("put", deadline, lambda: self._done("PUT", path, key, deadline, headers, views), total)
         return total
 
     def delete(self, key: str, *, within_s: float | None = None) -> None:
-        path, deadline = _path(key), self._deadline(within_s)
+        path, deadline = _path(key), self._guard.deadline(within_s)
         self._guard.run("delete", deadline, lambda: self._done("DELETE", path, key, deadline))
 
     def _done(
@@ -241,21 +236,8 @@ class HttpStore:
 
     def close(self) -> None:
         """What is under way is given up."""
-        with self._lock:
-            self._closed = True
-            operations = list(self._operations)
-        for operation in operations:
-            operation.abandon()
+        self._guard.close()
         self._transport.close()
-
-    def _deadline(self, within_s: float | None, nbytes: int = 0) -> Deadline:
-        deadline = self._guard.deadline(within_s, nbytes)
-        with self._lock:
-            self._operations.add(deadline)
-            closed = self._closed
-        if closed:
-            deadline.abandon()
-        return deadline
 
     def _ask(
         self,

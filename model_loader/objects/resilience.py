@@ -16,6 +16,7 @@ import math
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, StrEnum
@@ -213,7 +214,7 @@ class CircuitBreaker:
 
 
 class Guard:
-    """One store's deadline, retries and breaker. `pause` sleeps; tests give one that moves their clock."""
+    """One store's deadlines, retries and breaker. `pause` sleeps; tests give one that moves their clock."""
 
     def __init__(
         self,
@@ -231,11 +232,29 @@ class Guard:
         self._clock = clock
         self._pause = pause
         self._chance = chance
+        self._lock = threading.Lock()
+        self._operations: weakref.WeakSet[Deadline] = weakref.WeakSet()
+        self._closed = False
 
     def deadline(self, within_s: float | None, nbytes: int = 0) -> Deadline:
+        """Of an operation that begins: `close` ends it, and so did one that came before."""
         if within_s is None:
             within_s = self.limits.operation_s + nbytes / self.limits.slowest_bytes_s
-        return Deadline(within_s, self._clock)
+        deadline = Deadline(within_s, self._clock)
+        with self._lock:
+            self._operations.add(deadline)
+            closed = self._closed
+        if closed:
+            deadline.abandon()
+        return deadline
+
+    def close(self) -> None:
+        """What is under way is given up, and whatever begins from now on."""
+        with self._lock:
+            self._closed = True
+            operations = list(self._operations)
+        for operation in operations:
+            operation.abandon()
 
     def run(self, kind: str, deadline: Deadline, request: Callable[[], T], nbytes: int = 0) -> T:
         """What `request` gives. It is called again after StoreUnavailable, and raises that once `deadline` passed."""

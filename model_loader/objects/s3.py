@@ -12,7 +12,6 @@ import contextlib
 import secrets
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
@@ -54,8 +53,6 @@ class S3Store:
         self._made: S3Client | None = None
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="s3")
         self._part_size = PartSize()
-        self._operations: weakref.WeakSet[Deadline] = weakref.WeakSet()
-        self._closed = False
         self._check_key = f"{CHECK_PREFIX}{secrets.token_hex(8)}"
         """Always the same: where deleting is refused, checks leave one object and not one each."""
 
@@ -80,7 +77,7 @@ class S3Store:
             result = bytearray(length)
             self.get_into(key, offset, memoryview(result), within_s=within_s)
             return bytes(result)
-        deadline = self._deadline(within_s)
+        deadline = self._guard.deadline(within_s)
         if length is None:
             try:
                 return self._get_rest(name, key, offset, deadline)
@@ -101,7 +98,7 @@ class S3Store:
         name = self._name(key)
         if offset < 0:
             raise ShortObject(f"object {key} has no byte {offset}")
-        deadline = self._deadline(within_s, len(view))
+        deadline = self._guard.deadline(within_s, len(view))
         self._get_parts(name, key, offset, view, deadline, set())
 
     def _get_parts(
@@ -152,7 +149,7 @@ class S3Store:
         return bytes(result)
 
     def exists(self, key: str, *, within_s: float | None = None) -> int | None:
-        return self._head(self._name(key), key, self._deadline(within_s))
+        return self._head(self._name(key), key, self._guard.deadline(within_s))
 
     def _head(self, name: str, key: str, deadline: Deadline) -> int | None:
         try:
@@ -169,7 +166,7 @@ class S3Store:
         more: dict[str, Any] = {}
         while True:
             asked = {"Prefix": root + prefix, "MaxKeys": PAGE_KEYS, **more}
-            page = self._ask("list_objects_v2", "list", "", self._deadline(within_s), **asked)
+            page = self._ask("list_objects_v2", "list", "", self._guard.deadline(within_s), **asked)
             for item in page.get("Contents", ()):
                 key = str(item["Key"])[len(root) :]
                 if _is_key(key):
@@ -185,7 +182,7 @@ class S3Store:
         name = self._name(key)
         views = [view for part in parts if len(view := memoryview(part).cast("B"))]
         total = sum(len(view) for view in views)
-        deadline = self._deadline(within_s, total)
+        deadline = self._guard.deadline(within_s, total)
         if total <= PUT_WHOLE_BYTES:
             self._put("put_object", key, deadline, views, Key=name)
         else:
@@ -251,7 +248,7 @@ class S3Store:
 
     def _abort(self, name: str, key: str, upload: str) -> None:
         """Best effort, once: parts that stay are removed by a later `check`."""
-        deadline = self._deadline(ABORT_S)
+        deadline = self._guard.deadline(ABORT_S)
         with contextlib.suppress(LoaderError):
             self._client.call("abort_multipart_upload", "put", key, deadline, Key=name, UploadId=upload)
             self.stats.count("delete")
@@ -259,12 +256,12 @@ class S3Store:
     def delete(self, key: str, *, within_s: float | None = None) -> None:
         name = self._name(key)
         with contextlib.suppress(MissingObject):
-            self._ask("delete_object", "delete", key, self._deadline(within_s), Key=name)
+            self._ask("delete_object", "delete", key, self._guard.deadline(within_s), Key=name)
 
     # --- the store itself -----------------------------------------------------------------------------------------
 
     def check(self, *, within_s: float | None = None) -> None:
-        deadline = self._deadline(CHECK_S if within_s is None else within_s)
+        deadline = self._guard.deadline(CHECK_S if within_s is None else within_s)
         key = self._check_key
         name, content = self._name(key), secrets.token_bytes(64)
         listed = self._ask("list_objects_v2", "list", "", deadline, Prefix=self._name(CHECK_PREFIX[:-1]), MaxKeys=1)
@@ -289,22 +286,9 @@ class S3Store:
             if item["Initiated"].timestamp() < time.time() - ABANDONED_AFTER_S:
                 self._abort(item["Key"], item["Key"], item["UploadId"])
 
-    def _deadline(self, within_s: float | None, nbytes: int = 0) -> Deadline:
-        deadline = self._guard.deadline(within_s, nbytes)
-        with self._lock:
-            self._operations.add(deadline)
-            closed = self._closed
-        if closed:
-            deadline.abandon()
-        return deadline
-
     def close(self) -> None:
         """What is under way is given up."""
-        with self._lock:
-            self._closed = True
-            operations = list(self._operations)
-        for operation in operations:
-            operation.abandon()
+        self._guard.close()
         self._threads.shutdown(wait=True, cancel_futures=True)
         if self._made is not None:
             self._made.close()
