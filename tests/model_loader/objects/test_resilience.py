@@ -117,6 +117,16 @@ def test_nothing_is_tried_beyond_the_deadline() -> None:
         world.run("never asked", within_s=0.0)
 
 
+def test_the_end_of_a_store_ends_what_is_under_way_and_what_comes_after() -> None:
+    world = World()
+    under_way = world.guard.deadline(30)
+    ended: list[str] = []
+    under_way.attach(lambda: ended.append("woken"))
+    world.guard.close()
+    assert under_way.abandoned and ended == ["woken"]
+    assert world.guard.deadline(30).passed
+
+
 def test_an_operation_without_a_deadline_gets_one_by_its_size() -> None:
     world = World(Limits(operation_s=30, slowest_bytes_s=1000))
     assert world.guard.deadline(None).remaining_s() == 30
