@@ -29,6 +29,7 @@ from control_plane.retries import Retry
 from control_plane.sealing import TenantKeys
 from control_plane.seating import Seating
 from control_plane.serving import Serving, limits_of
+from control_plane.traces import Traces
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class Adopting:
         self._task: asyncio.Task[None] | None = None
         self._again: set[asyncio.Task[None]] = set()
         self.adopted = 0
+        self.traces: Traces | None = None
         self.paused_us: Callable[[FunctionKey, int, int], int] = lambda key, since_us, now_us: 0
         """For how much of this time a function was drained: no limit of its requests ran."""
         self.on_adopted: Callable[[], None] = lambda: None
@@ -149,6 +151,10 @@ class Adopting:
         # Whoever was reading it is gone with the gateway: that is not the client's leaving.
         live = LiveRequest(origin, detached=True, log=RequestLog(await self._journal.log(record.id)))
         live.epoch = record.epoch
+        if self.traces is not None and (trace := self.traces.request(origin)) is not None:
+            attempt = record.replica_id if record.state is RequestState.RUNNING else None
+            trace.adopted(record.epoch, record.assigned_us, attempt)
+            live.trace = trace
         live.kv = await self._journal.kv(record.id)
         live.prefill_ends, live.begun = record.prefill_ends, record.begun
         live.cached_tokens = record.cached_tokens

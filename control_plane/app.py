@@ -173,8 +173,9 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
     fleet.placing.load, fleet.placing.expected = predicted.load, predicted.expected
     fleet.placing.context_tokens, slot_scaling.expected = predicted.context_tokens, predicted.replicas
     moves = Moves(fleet, slots, decisions, lambda: loop.leads, loop.end_replica)
-    traces = open_traces(os.environ)
+    traces = adopting.traces = open_traces(os.environ, settings.traces.share, gateway_id)
     if traces is not None:
+        traces.leads = lambda: fleet.keeps_books
         fleet.watchers.append(traces.replica_changed)
     loop.on_new_agent = importing.slot_appeared
     drains = Drains(db)

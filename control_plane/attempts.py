@@ -81,6 +81,8 @@ class Attempts:
                 first, earliest = request.last_token_ns == 0, request.received == 0
                 if first:
                     self.on_first_of_attempt(request, message)
+                if request.trace is not None:
+                    request.trace.tokens(message)
                 self._commits.tokens(request, message)
                 if first:
                     self._arm(request)
@@ -127,6 +129,8 @@ class Attempts:
             request.attached = True
         elif isinstance(message, Accepted) and not request.attached:
             request.stages.load_kv_us += message.load_us
+            if request.trace is not None:
+                request.trace.taken(message)
             if request.log.last_seq or message.loaded_tokens:
                 self._notes.resumed(request, message)
 

@@ -88,6 +88,8 @@ class Commits:
         request.committing = asyncio.get_running_loop().create_future()
         request.committing_events = events
         ends, request.pending_ends = request.pending_ends, None
+        if request.trace is not None:
+            request.trace.commit_begins()
         self._write(request, request.epoch, events, ends, time.monotonic())
 
     def _write(
@@ -133,6 +135,8 @@ class Commits:
             if not done.result():
                 self._fenced(request)
             else:
+                if request.trace is not None:
+                    request.trace.committed(len(events))
                 request.log.extend(events)
                 self.flush(request)
 

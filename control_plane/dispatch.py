@@ -178,6 +178,8 @@ class Dispatcher:
         seat.take(request)
         if placement is not None:
             self._notes.placed(request, seat, placement)
+            if request.trace is not None:
+                request.trace.placed(placement)
 
     def _begin_assign(self, request: LiveRequest, seat: Seat) -> asyncio.Task[int]:
         work = self._journal.assign(request.request_id, seat.replica_id, seat.slot_id)

@@ -120,6 +120,8 @@ class Endings:
         if not written:
             request.log.finish(request.end_here(TAKEN_OVER))
             return
+        if request.trace is not None:
+            request.trace.ended(request, state, error)
         if seat is not None:
             seat.link.settled(request.request_id, epoch)
         request.log.finish(request.end_with(state, error))
@@ -135,6 +137,7 @@ class Endings:
     def let_go(self, request: LiveRequest) -> None:
         """Stop working on a request that is not ours (any more); the journal is not told."""
         lane = self._lane_of(request)
+        request.trace = None  # whoever goes on with it tells of it
         if request.phase is Phase.QUEUED:
             lane.remove(request)
         request.leave_seat()

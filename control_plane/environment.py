@@ -51,6 +51,13 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise ValueError("must be a number from 0 to 1")
+    return value
+
+
 def _one_of(*choices: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in choices:
@@ -117,6 +124,7 @@ ENVIRONMENT: Final[dict[str, tuple[str, str, Callable[[str], Any]] | None]] = {
     "STOKER_KV_QUOTA_BYTES": ("kv", "quota_bytes", _count),
     "STOKER_KV_GRACE_S": ("kv", "grace_s", _seconds),
     "STOKER_KV_ORPHAN_S": ("kv", "orphan_s", _seconds),
+    "STOKER_TRACE_SHARE": ("traces", "share", _share),
     "STOKER_REQUIRED": None,  # what else the environment has to hold (`control_plane.required`)
     "STOKER_BACKEND": ("kubernetes", "backend", _one_of("local", "kubernetes")),
     "STOKER_NAMESPACE": ("kubernetes", "namespace", str),

@@ -17,6 +17,7 @@ from control_plane.gateway.parsing import RenderOptions
 from control_plane.readers import Readers
 from control_plane.records import Outcome, OutcomeError, RequestState, StageTimes
 from control_plane.request_log import End, RequestLog
+from control_plane.trace_context import TraceSeed
 from function_runtime.protocol import (
     Begun,
     DeviceTime,
@@ -31,6 +32,7 @@ from function_runtime.protocol import (
 
 if TYPE_CHECKING:
     from control_plane.lanes import Seat
+    from control_plane.request_trace import RequestTrace
 
 
 NO_REUSE: Final = Reuse()
@@ -127,6 +129,8 @@ class Origin:
     """What its KV is sealed with at rest; empty: not at all."""
     kv_owner: str = ""
     """Whose quota its kept KV counts against; empty: its tenant's."""
+    trace: TraceSeed | None = None
+    """What its spans are told under; None: none are."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -173,6 +177,7 @@ class LiveRequest:
         "stages",
         "submit_ns",
         "timer",
+        "trace",
     )
 
     def __init__(self, origin: Origin, detached: bool, log: RequestLog | None = None) -> None:
@@ -218,6 +223,7 @@ class LiveRequest:
         """How long it waited while its function was drained: none of its limits counts that."""
         self.stages = Stages()
         self.timer: asyncio.TimerHandle | None = None
+        self.trace: RequestTrace | None = None
 
     @property
     def request_id(self) -> str:
@@ -236,6 +242,8 @@ class LiveRequest:
     def move(self, phase: Phase) -> None:
         if phase not in _TRANSITIONS[self.phase]:
             raise RuntimeError(f"{self.request_id} cannot go from {self.phase.value} to {phase.value}")
+        if self.trace is not None:
+            self.trace.moved(self, phase)
         self.phase = phase
 
     def leave_seat(self) -> None:

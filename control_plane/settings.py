@@ -254,6 +254,15 @@ class StoreSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class TraceSettings:
+    """Where a collector for OpenTelemetry is named by the usual variables (`OTEL_EXPORTER_OTLP_ENDPOINT`)."""
+
+    share: float = 1.0
+    """Of the requests that come without a `traceparent`: how many begin a trace, from 0 to 1. One that comes with it
+    is told of as its caller decided."""
+
+
+@dataclass(frozen=True, slots=True)
 class KubernetesSettings:
     """Slots as pods. Where this runs in a pod itself, the chart sets all of it."""
 
@@ -309,6 +318,7 @@ class Settings:
     models: ModelSettings = field(default_factory=ModelSettings)
     kv: KvSettings = field(default_factory=KvSettings)
     store: StoreSettings = field(default_factory=StoreSettings)
+    traces: TraceSettings = field(default_factory=TraceSettings)
     kubernetes: KubernetesSettings = field(default_factory=KubernetesSettings)
 
     @property

@@ -196,6 +196,7 @@ class Serving:
                         exact=admission.exact,
                         load_us=admission.load_us,
                         detail=admission.detail,
+                        load_bytes=admission.load_bytes,
                     )
                 )
         for doubt in step.doubts:

@@ -20,7 +20,7 @@ from typing import Final
 import msgspec
 
 from control_plane.context import AppContext
-from control_plane.errors import Damaged, Elsewhere, InvalidRequest, NotFound
+from control_plane.errors import Damaged, Elsewhere, InvalidRequest, NotFound, StokerError
 from control_plane.gateway.parsing import Endpoint, GenerationRequest, RenderOptions
 from control_plane.gateway.reading import Answer
 from control_plane.gateway.rendering import Head
@@ -32,6 +32,7 @@ from control_plane.request_log import End, RequestLog
 from control_plane.sealing import KvAccess
 from control_plane.serving import Servable
 from control_plane.tenants import ApiKey
+from control_plane.trace_context import TraceSeed
 from function_runtime.protocol import Sampling
 
 randomness: Final = random.Random(secrets.randbits(256))
@@ -46,6 +47,7 @@ class Params(msgspec.Struct, frozen=True, array_like=True):
     options: RenderOptions
     identity: str
     conversation: str = ""
+    trace: TraceSeed | None = None
 
 
 _decode_params: Final = msgspec.msgpack.Decoder(Params).decode
@@ -86,6 +88,7 @@ def new_origin(
     sampling: Sampling,
     echo: str,
     kv: KvAccess,
+    trace: TraceSeed | None = None,
 ) -> Origin:
     options = msgspec.structs.replace(parsed.options, echo=echo) if echo else parsed.options
     kv_scope = kv.scope
@@ -114,6 +117,7 @@ def new_origin(
         fast=servable.resume == "fast",
         conversation=conversation_of(kv_scope, parsed.prompt_cache_key),
         price_microusd_per_hour=servable.price_microusd_per_hour,
+        trace=trace,
     )
 
 
@@ -152,6 +156,23 @@ async def _accept(
     origin = dataclasses.replace(origin, reuse=context.kv_desk.reuse(origin))
     # Nobody waits for the first token of work in the background: no objective refuses it.
     judged_tokens = None if background else len(origin.prompt)
+    try:
+        return await _accept_judged(context, origin, servable, key, body, detached, judged_tokens)
+    except StokerError as error:
+        if context.traces is not None and not isinstance(error, Elsewhere):
+            context.traces.refused(origin, error)
+        raise
+
+
+async def _accept_judged(
+    context: AppContext,
+    origin: Origin,
+    servable: Servable,
+    key: str | None,
+    body: bytes,
+    detached: bool,
+    judged_tokens: int | None,
+) -> tuple[LiveRequest | None, Answer]:
     async with context.dispatcher.room(origin.key, origin.identity, origin.nbytes, judged_tokens) as place:
         spent = await context.budgets.take(origin.tenant, origin.key_id, len(origin.prompt))
         with spent.unless_refused():
@@ -178,7 +199,7 @@ async def _accept_in_room(
         revision=origin.revision,
         endpoint=origin.options.endpoint.value,
         model=origin.model,
-        params=_encode(Params(origin.sampling, origin.options, origin.identity, origin.conversation)),
+        params=_encode(Params(origin.sampling, origin.options, origin.identity, origin.conversation, origin.trace)),
         prompt=pack_tokens(origin.prompt),
         on_disconnect="detach" if detached else "cancel",
         stream=origin.options.stream,
@@ -188,15 +209,21 @@ async def _accept_in_room(
         body_hash=None if key is None else hash_of(origin.options.endpoint, body),
     )
     live = LiveRequest(origin, detached)
+    if context.traces is not None:
+        live.trace = context.traces.request(origin)
     if key is None:
         seat = context.dispatcher.take_seat(live)
         if seat is not None:
             place.leave()
             await context.dispatcher.accept_into(live, seat, new)
+            if live.trace is not None:
+                live.trace.accepted(waits=False)
             return live, answer_of(live)
     accepted = await context.journal.accept(new)
     if accepted.attached:
         return await find(context, accepted.record)
+    if live.trace is not None:
+        live.trace.accepted(waits=True)
     context.dispatcher.enter(live)
     return live, answer_of(live)
 
@@ -280,4 +307,5 @@ def origin_of(
         share_prefix=share_prefixes != "none",
         conversation=params.conversation,
         price_microusd_per_hour=price,
+        trace=params.trace,
     )

@@ -21,8 +21,10 @@ from control_plane.live_request import LiveRequest, Origin
 from control_plane.sealing import KvAccess
 from control_plane.serving import Servable
 from control_plane.tenants import ApiKey
+from control_plane.trace_context import TraceSeed
 
 MAX_IDEMPOTENCY_CHARS: Final = 255
+BEGAN: Final = "began_ns"
 UNKNOWN_BODY_BYTES: Final = 1 << 20
 """What a body of unstated length is counted as while it is read."""
 
@@ -38,12 +40,13 @@ class Prepared:
     prompts: tuple[tuple[int, ...], ...]
     context_tokens: int
     kv: KvAccess
+    trace: TraceSeed | None = None
 
     def origin(self, prompt: tuple[int, ...]) -> Origin:
         maker = self.maker
         sampling = maker.sampling(self.parsed.sampling, len(prompt), self.context_tokens, randomness.getrandbits(63))
         echo = maker.text(prompt) if self.parsed.echo else ""
-        return new_origin(self.principal, self.parsed, self.servable, prompt, sampling, echo, self.kv)
+        return new_origin(self.principal, self.parsed, self.servable, prompt, sampling, echo, self.kv, self.trace)
 
 
 def refuse_while_draining(context: AppContext) -> None:
@@ -77,6 +80,8 @@ async def attached(
 async def read_body(context: AppContext, request: web.Request) -> bytes:
     """Bodies being read share one bound, whatever each of them may have. Nobody's is read to be refused: only one that
     comes with an idempotency key may still be wanted while nothing new is."""
+    if context.traces is not None:
+        request[BEGAN] = context.traces.now_ns()
     if "Idempotency-Key" not in request.headers:
         refuse_while_draining(context)
     http = context.settings.http
@@ -89,6 +94,12 @@ async def read_body(context: AppContext, request: web.Request) -> bytes:
         return await request.read()
     finally:
         context.body_bytes -= announced
+
+
+def trace_of(request: web.Request, context: AppContext) -> TraceSeed | None:
+    if context.traces is None:
+        return None
+    return context.traces.seed(request.headers.getall("traceparent", []), request[BEGAN])
 
 
 async def prepare(
@@ -114,7 +125,7 @@ async def prepare(
             retry_after_s=context.serving.start_estimate_s(servable),
         )
     kv = await context.tenant_keys.kv_access(principal.tenant, shares=servable.share_prefixes)
-    return Prepared(principal, parsed, servable, maker, prompts, context_tokens, kv)
+    return Prepared(principal, parsed, servable, maker, prompts, context_tokens, kv, trace_of(request, context))
 
 
 async def admit(

@@ -45,6 +45,7 @@ class Admitted:
     pending: bool = False
     """Stored KV is still on its way: what came of it is in a later step's output."""
     load_us: int = 0
+    load_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

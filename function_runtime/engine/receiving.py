@@ -185,7 +185,7 @@ class Receiver:
             if request.phase is not Phase.ENDED:
                 found = self._admitted(request, Usable(request.loaded_tokens, 0))
                 detail = "; ".join(filter(None, (arrival.detail, found.detail)))
-                said.append(replace(found, detail=detail, load_us=arrival.took_us))
+                said.append(replace(found, detail=detail, load_us=arrival.took_us, load_bytes=arrival.read_bytes))
         return tuple(said)
 
     # --- details --------------------------------------------------------------------------------------------------

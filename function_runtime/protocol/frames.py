@@ -113,6 +113,8 @@ class Accepted(Message, frozen=True):
     exact: bool = True
     load_us: int = 0
     detail: str = ""
+    load_bytes: int = 0
+    """Read of stored KV, of use or not."""
 
 
 class Attached(Message, frozen=True):

@@ -66,13 +66,12 @@ def test_pools_and_loads_of_every_slot_are_told() -> None:
 
 
 def test_a_start_is_a_span_with_one_below_it_for_each_stage() -> None:
-    sdk = pytest.importorskip("opentelemetry.sdk.trace")
+    pytest.importorskip("opentelemetry.sdk.trace")
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    exporter, provider = InMemorySpanExporter(), sdk.TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    traces = Traces(provider)
+    exporter = InMemorySpanExporter()
+    traces = Traces(SimpleSpanProcessor(exporter))
     starting = status(ReplicaState.LOADING, ready_us=0)
     traces.replica_changed(starting, None)
     traces.replica_changed(status(), starting)
@@ -90,12 +89,26 @@ def test_a_start_is_a_span_with_one_below_it_for_each_stage() -> None:
     assert failed.status.description == "prepare_failed: no"
 
 
+def test_a_start_is_told_by_one_gateway_and_by_none_that_did_not_see_it() -> None:
+    told: list[object] = []
+
+    class Processor:
+        def on_end(self, span: object) -> None:
+            told.append(span)
+
+    traces = Traces(Processor())
+    traces.replica_changed(status(), None)
+    traces.leads = lambda: False
+    traces.replica_changed(status(), status(ReplicaState.LOADING, ready_us=0))
+    assert told == []
+
+
 def test_what_hinders_a_span_hinders_no_start(caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
-        def get_tracer(self, name: str) -> object:
-            return object()
+        def on_end(self, span: object) -> None:
+            raise RuntimeError("no")
 
-    Traces(Broken()).replica_changed(status(), None)
+    Traces(Broken()).replica_changed(status(), status(ReplicaState.LOADING, ready_us=0))
     assert "event=trace_lost" in caplog.text
 
 
