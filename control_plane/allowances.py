@@ -59,6 +59,8 @@ class Allowances:
         """Look at a function anew."""
         self.end: Callable[[str, str], None] = lambda replica_id, reason: None
         """Has a replica make room: parks what it runs, and ends it."""
+        self.may_grow: Callable[[FunctionKey], bool] = lambda key: False
+        """Whether slots may still come for a function: then it waits for one, and nobody's devices are short."""
 
     # --- before a decision ---
 
@@ -120,8 +122,9 @@ class Allowances:
         self._clearing.pop(key, None)
 
     def no_room(self, key: FunctionKey, count: int, waiting: int) -> None:
-        """A start found no place: from now on devices are short."""
-        self._standings.lacking()
+        """A start found no place: from now on devices are short, unless more of them can be had."""
+        if not self.may_grow(key):
+            self._standings.lacking()
         self._lacks(key, self._devices(key), count, waiting)
 
     def clears(self, key: FunctionKey, victims: Iterable[str]) -> bool:

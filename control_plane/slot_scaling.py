@@ -38,7 +38,9 @@ logger = logging.getLogger(__name__)
 LOOK_S: Final = 1.0
 LOST_S: Final = 600.0
 AGAIN_S: Final = 5.0
-"""Pause after a slot could not be had, or not be given back."""
+"""Pause after a slot could not be had, or not be given back, where nobody says how long."""
+REFUSED_OFTEN: Final = 2
+"""Refusals in a row; one may have been a call that got lost."""
 NEW: Final = 0.3
 LAST_KEPT: Final = 20
 _QUIET: Final = frozenset({SlotReason.ENOUGH, SlotReason.HOLD_EMPTY, SlotReason.HOLD_PROVISIONING, SlotReason.BOUND})
@@ -65,12 +67,16 @@ class SlotScaling:
         self._told: dict[str, str] = {}
         self._pause_until_s: dict[str, float] = {}
         """By class: what cannot be had of one says nothing of another."""
+        self._refused: dict[str, int] = {}
+        """How often in a row, by class, until one comes."""
         self.last: deque[dict[str, Any]] = deque(maxlen=LAST_KEPT)
         """Decisions of this gateway that changed something or held it for a new reason."""
         self._looking: asyncio.Task[None] | None = None
         self._one_at_a_time = asyncio.Lock()
         self.expected: Callable[[str], tuple[tuple[float, float], ...]] = lambda class_name: ()
         """(from when on, replicas that are then expected to run), of the functions that need a class."""
+        self.is_stuck: Callable[[str], bool] = lambda class_name: False
+        """Whether a slot of a class is coming for which there is no room now, and perhaps never."""
         fleet.placing.on_no_room = self.poke
         fleet.placing.room_wait_s = self.room_wait_s
 
@@ -90,6 +96,16 @@ class SlotScaling:
         there = sum(backend.class_of(slot_id) == class_name for slot_id in (*fleet.slots, *backend.coming))
         assumed_s = next((each.assumed_s for each in backend.classes if each.name == class_name), ROOM_WAIT_S)
         return self._provision_s.get(class_name, assumed_s) if there < most else ROOM_WAIT_S
+
+    def may_grow(self, class_name: str) -> bool:
+        """Whether more slots of a class may be had, as far as is known: it has not as many as it may, they are not
+        refused again and again, and none of those that are coming finds no room."""
+        fleet, backend = self._fleet, self._backend
+        known = next((each for each in backend.classes if each.name == class_name and each.elastic), None)
+        if known is None or self._refused.get(class_name, 0) >= REFUSED_OFTEN:
+            return False
+        there = sum(backend.class_of(each) == class_name for each in {*fleet.slots, *backend.coming})
+        return there < known.most and not self.is_stuck(class_name)
 
     async def look(self) -> None:
         """One at a time: what one has asked for has to be seen by the next."""
@@ -118,6 +134,8 @@ class SlotScaling:
 
     def _note(self, classes: tuple[base.SlotClass, ...], now_s: float) -> None:
         fleet, backend = self._fleet, self._backend
+        for slot_id in fleet.slots.keys() - self._since_s.keys():
+            self._refused.pop(backend.class_of(slot_id), None)
         self._since_s = {slot_id: self._since_s.get(slot_id, now_s) for slot_id in fleet.slots}
         self._empty_since_s = {
             slot_id: self._empty_since_s.get(slot_id, now_s) for slot_id in fleet.slots if not fleet.count_on(slot_id)
@@ -154,8 +172,15 @@ class SlotScaling:
         """Of every class, from one look at the slots: there may be a class a function."""
         fleet, views = self._fleet, self._views(now_s)
         wishes: defaultdict[str, list[Unplaced]] = defaultdict(list)
+        came_s: defaultdict[str, float] = defaultdict(float)
+        for slot_id, since_s in self._since_s.items():
+            name = self._backend.class_of(slot_id)
+            came_s[name] = max(came_s[name], since_s)
         for wish in fleet.placing.still_unplaced(now_s).values():
-            wishes[wish.work.kind].append(wish)
+            # NOTE: a wish from before a slot came has not been tried on that slot: it finds room there and is over, or
+            # is repeated. Counted as it stands it would have one slot more made than anybody needs.
+            if wish.at_s > came_s[wish.work.kind]:
+                wishes[wish.work.kind].append(wish)
         in_sight = fleet.in_sight
         return {
             each.name: SlotDemand(
@@ -202,13 +227,16 @@ class SlotScaling:
             for slot_id in decision.victims:
                 if not self._fleet.on(slot_id):
                     await self._backend.remove_slot(slot_id)
-        except (SlotUnavailable, StokerError) as error:
+        except SlotUnavailable as error:
+            self._pause(name, str(error), error.again_s)
+        except StokerError as error:
             self._pause(name, str(error))
 
-    def _pause(self, name: str, why: str) -> None:
+    def _pause(self, name: str, why: str, again_s: float | None = None) -> None:
         logger.warning("event=slots_refused class=%s error=%s", name, why)
         self._told.pop(name, None)
-        self._pause_until_s[name] = time.monotonic() + AGAIN_S
+        self._refused[name] = self._refused.get(name, 0) + 1
+        self._pause_until_s[name] = time.monotonic() + (AGAIN_S if again_s is None else again_s)
 
     def _tell(self, name: str, decision: SlotDecision, current: int) -> None:
         told = f"{decision.reason}:{current}:{decision.desired}"

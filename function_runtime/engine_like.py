@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from function_runtime.kv.arrival import Arrival
 from function_runtime.passes import NONE, Passes
 from function_runtime.protocol import Begun, KvChunk, TokenEvent, Work
+
+if TYPE_CHECKING:
+    from function_runtime.kv.arrival import Arrival  # with numpy, which a worker that has no KV does without
 
 
 @dataclass(frozen=True, slots=True)

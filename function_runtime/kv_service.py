@@ -6,12 +6,14 @@ Answers come through the loop's inbox. Limits: the face only; `function_runtime.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from function_runtime.engine_like import RestoredKv, SealedRangeLike
 from function_runtime.held import HeldRequest
-from function_runtime.kv.arrival import Arrival
 from function_runtime.protocol import KvChunk, KvKnown, StoreTotals
+
+if TYPE_CHECKING:
+    from function_runtime.kv.arrival import Arrival  # with numpy, which a worker that has no KV does without
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from function_runtime import process, worker
 from function_runtime.clock import Stopwatch
@@ -32,10 +32,12 @@ from function_runtime.engine_like import (
 )
 from function_runtime.errors import EngineFault, LoadError
 from function_runtime.inbox import Inbox
-from function_runtime.kv.arrival import Arrival
 from function_runtime.kv_service import KvService
 from function_runtime.protocol import FinishReason, ReplicaSpec, TokenEvent, Work
 from function_runtime.serving import Serving
+
+if TYPE_CHECKING:
+    from function_runtime.kv.arrival import Arrival
 
 VOCABULARY: Final = 49152
 CONTEXT_TOKENS: Final = 8192

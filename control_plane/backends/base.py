@@ -17,9 +17,11 @@ from function_runtime.protocol import Peer, ReplicaSpec, ReplicaStatus, SlotStat
 class SlotUnavailable(Exception):
     """The slot's agent cannot be reached now; the backend is already trying to get it back."""
 
-    def __init__(self, message: str, code: str = "slot_unavailable") -> None:
+    def __init__(self, message: str, code: str = "slot_unavailable", again_s: float | None = None) -> None:
+        """`again_s`: after how long it may be asked again, where that is known."""
         super().__init__(message)
         self.code = code
+        self.again_s = again_s
 
 
 class SlotRefused(SlotUnavailable):

@@ -11,6 +11,7 @@ import itertools
 import random
 import sqlite3
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,7 +52,14 @@ class Report:
 
 
 def kill_rounds(
-    service: Service, model: str, *, rounds: int, seed: int, max_tokens: int, within_s: float = 90.0
+    service: Service,
+    model: str,
+    *,
+    rounds: int,
+    seed: int,
+    max_tokens: int,
+    within_s: float = 90.0,
+    victims: Sequence[str] = VICTIMS,
 ) -> Report:
     """`rounds` kills at random points; every answer is compared with that of the undisturbed run."""
     rng, report = random.Random(seed), Report(seed)
@@ -75,7 +83,7 @@ def kill_rounds(
 
     stop = late_text(undisturbed("stop").answer.texts[0])
     for number in range(rounds):
-        kind, victim = kinds[number % len(kinds)], VICTIMS[number % len(VICTIMS)]
+        kind, victim = kinds[number % len(kinds)], victims[number % len(victims)]
         stops = stop if kind == "stop" else ""
         if kind not in usual:
             usual[kind] = undisturbed(kind, stops)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-import threading
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -24,16 +24,19 @@ from control_plane.client import Client, Endpoint
 from tests.chaos.books import Books
 from tests.chaos.readers import Answer, Reader
 from tests.kubernetes.client import suppress_api_error
+from tests.kubernetes.kubelet.worker import PodWorker
 from tests.kubernetes.town import POOL, Town, town
 from tests.support.checkpoints import make_tiny_llama
-from tests.support.service import HttpError
 
-TOKENS: Final = 120
+TOKENS: Final = 60
+TOKEN_S: Final = 0.01
+FAULT_WITHIN_S: Final = 0.8
+"""Of the one before, or of the requests: a replica needs about half of it to be there, and as much for its answer."""
 READERS: Final = 2
 """Of each tenant."""
 TENANTS: Final = {"default": "mine", "other": "theirs"}
 WITHIN_S: Final = 120.0
-LOOK_S: Final = 0.1
+LOOK_S: Final = 0.05
 
 
 @dataclass
@@ -41,6 +44,8 @@ class Found:
     """What came of a run; every list is to be empty."""
 
     cycles: int = 0
+    slots: int = 0
+    replicas: int = 0
     answers: int = 0
     resumes: int = 0
     faults: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -62,29 +67,37 @@ class Found:
         return [*self.lost, *self.orphans, *self.doubled, *self.shared, *self.books]
 
 
-class Watch(threading.Thread):
-    """Looks all the time who runs where."""
+class Tenancy:
+    """Who ran where, by what every agent left in its slot: a log for each replica it started. Nothing is missed, as a
+    look now and then would, and a replica that its control plane has forgotten counts, too."""
 
-    def __init__(self, place: Town, found: Found) -> None:
-        super().__init__(daemon=True)
-        self._place, self._found = place, found
-        self._over = threading.Event()
-        self._slots: defaultdict[str, set[str]] = defaultdict(set)
-        self._functions: defaultdict[str, set[str]] = defaultdict(set)
+    def __init__(self, place: Town) -> None:
+        self._place = place
+        self._slots: dict[str, set[str]] = {}
+        place.cluster.kubelet.on_end = self._pod_ended
 
-    def run(self) -> None:
-        while not self._over.wait(LOOK_S):
-            with contextlib.suppress(OSError, HttpError):
-                for row in self._place.service.call("GET", "/api/v1/replicas?all=1", timeout_s=5)["data"]:
-                    if row["slot_id"]:
-                        self._slots[row["replica_id"]].add(row["slot_id"])
-                        self._functions[row["slot_id"]].add(row["function"])
+    def _pod_ended(self, worker: PodWorker) -> None:
+        if "slot" in worker.volumes.places:
+            logs = (worker.volumes.places["slot"][0] / "replicas").glob("*.log")
+            self._slots[f"{worker.name}/{worker.uid}"] = {path.stem for path in logs}
 
-    def close(self) -> None:
-        self._over.set()
-        self.join(10)
-        self._found.doubled += [f"{name} ran in {sorted(at)}" for name, at in self._slots.items() if len(at) > 1]
-        self._found.shared += [f"{slot} ran {sorted(of)}" for slot, of in self._functions.items() if len(of) > 1]
+    @property
+    def replicas(self) -> int:
+        return sum(map(len, self._slots.values()))
+
+    def judge(self, found: Found) -> None:
+        text = "".join(path.read_text() for path in self._place.service.data_dir.glob("logs/control.log*"))
+        functions = dict(re.findall(r"event=replica state=\S+ replica=(\S+) function=(\S+)", text))
+        slots: defaultdict[str, list[str]] = defaultdict(list)
+        for slot, replicas in self._slots.items():
+            for each in replicas:
+                slots[each].append(slot)
+            found.orphans += [f"{each} in {slot} is nobody's" for each in replicas - functions.keys()]
+            codes = {functions[each] for each in replicas & functions.keys()}
+            if len(codes) > 1:
+                found.shared.append(f"{slot} ran {sorted(codes)}")
+        found.doubled += [f"{name} ran in {sorted(at)}" for name, at in slots.items() if len(at) > 1]
+        found.replicas, found.slots = self.replicas, len(self._slots)
 
 
 class Cycles:
@@ -101,8 +114,10 @@ class Cycles:
         checkpoint = f"file://{make_tiny_llama(self._folder / 'tiny')}"
         pool = {**POOL, "most": 6}
         # What an API server that misbehaves costs is waited for by the next cycle, and not by an operator's patience.
-        self.place = self._stack.enter_context(town(self._folder, pool, {"STOKER_TROUBLE_S": "30"}))
-        self.place.cluster.kubelet.image_environment["STOKER_STUB_TOKEN_S"] = "0.01"
+        env = {"STOKER_TROUBLE_S": "30", "STOKER_SLOT_HOLD_S": "0.1"}
+        self.place = self._stack.enter_context(town(self._folder, pool, env))
+        self.place.cluster.kubelet.image_environment["STOKER_STUB_TOKEN_S"] = str(TOKEN_S)
+        self._tenancy = Tenancy(self.place)
         service = self.place.service
         other = service.call("POST", "/api/v1/keys", {"name": "other", "tenant": "other", "role": "admin"})["key"]
         self._keys = {"default": service.key, "other": other}
@@ -148,9 +163,8 @@ class Cycles:
                 raise RuntimeError(f"the undisturbed run failed: {reader.error}; {self.place.service.tail()}")
             self._whole[tenant] = reader.answer
         self._wait_zero("the undisturbed runs")
-        names = list(FAULTS)
-        watch = Watch(self.place, found)
-        watch.start()
+        # A server that was given keeps to itself when it fails.
+        names = [name for name in FAULTS if not (self.place.cluster.is_given and name in OF_THE_SERVER)]
         for number in range(cycles):
             # Each fault comes first in one cycle of the first few; what else happens is drawn.
             drawn = [names[number % len(names)], *self.choose.sample(names, self.choose.randrange(3))]
@@ -158,14 +172,13 @@ class Cycles:
             self._cycle(number, drawn)
             found.cycles += 1
             on_cycle(f"{number}: {', '.join(drawn)}" + "".join(f"\n    {each}" for each in found.problems[before:]))
-        watch.close()
         self._end()
         return found
 
     def _cycle(self, number: int, drawn: list[str]) -> None:
         readers = [(tenant, self._read(tenant)) for tenant in TENANTS for _ in range(READERS)]
         for name in drawn:
-            time.sleep(self.choose.uniform(0.0, 1.5))
+            time.sleep(self.choose.uniform(0.0, FAULT_WITHIN_S))
             FAULTS[name](self)
             self.found.faults[name] += 1
         for tenant, reader in readers:
@@ -177,14 +190,15 @@ class Cycles:
                 self.found.lost.append(f"{who}: another answer, {reader.answer.tokens} tokens, events {reader.seqs}")
             self.found.answers += 1
             self.found.resumes += reader.resumes
-        self.place.cluster.faults.clear()
+        if not self.place.cluster.is_given:
+            self.place.cluster.faults.clear()
         begin_s = time.monotonic()
         self._wait_zero(f"cycle {number}")
         self.found.zero_s.append(time.monotonic() - begin_s)
 
     def _wait_zero(self, what: str) -> None:
         try:
-            self.place.cluster.wait(lambda: self.place.pods() == [], "no pod", 60)
+            self.place.cluster.wait(lambda: self.place.pods() == [], "no pod", 60, LOOK_S)
         except AssertionError:
             left = [(each["metadata"]["name"], each["status"].get("phase")) for each in self.place.pods()]
             self.found.orphans.append(f"{what}: pods {left} are left; {self.place.service.replicas()}")
@@ -195,13 +209,15 @@ class Cycles:
     def _end(self) -> None:
         service, found = self.place.service, self.found
         service.wait_zero()
+        self.place.cluster.kubelet.wait_idle()
+        self._tenancy.judge(found)
         books = Books(service.data_dir / "stoker.db")
         with contextlib.suppress(AssertionError):
             unclosed = "SELECT 1 FROM replica_accounts WHERE closed_us IS NULL"
             self.place.cluster.wait(lambda: not books.rows(unclosed), "closed accounts", 30)
         found.books += [*books.log_faults(), *books.ledger_faults()]
         found.books += [f"{name} is {each.state}" for name, each in books.ends().items() if each.state != "done"]
-        agents = [process.pid for process in psutil.process_iter(["cmdline"]) if _is_agent(process, self._folder)]
+        agents = [process.pid for process in psutil.process_iter() if _is_agent(process, self._folder)]
         found.orphans += [f"the agent {pid} still runs" for pid in agents]
 
     # --- faults -------------------------------------------------------------------------------------------------
@@ -216,8 +232,12 @@ class Cycles:
 
 
 def _is_agent(process: psutil.Process, folder: Path) -> bool:
-    command = " ".join(process.info["cmdline"] or ())
-    return "function_runtime.agent" in command and str(folder) in command
+    """A process of a pod of this folder: it sees its volumes, or has them open."""
+    with contextlib.suppress(psutil.Error, OSError):
+        if process.name() in ("stoker-agent", "stoker-stub"):
+            mounts = Path(f"/proc/{process.pid}/mountinfo").read_text()
+            return str(folder) in mounts or any(str(folder) in each.path for each in process.open_files())
+    return False
 
 
 @contextlib.contextmanager
@@ -259,5 +279,8 @@ FAULTS: Final[dict[str, Callable[[Cycles], None]]] = {
     "calls cut": _with_calls("*", "*", "reset", 4),
     "another control plane": Cycles.new_control_plane,
 }
+
+OF_THE_SERVER: Final = frozenset(name for name in FAULTS if name.split()[0] in ("watches", "versions", "creates",
+                                  "deletes", "patches", "calls"))  # fmt: skip
 
 __all__ = ["FAULTS", "Cycles", "Found"]

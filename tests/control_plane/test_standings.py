@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from autoscaler.shares import NO_QUOTA, Quota
+from control_plane.allowances import Allowances
 from control_plane.quotas import Quotas
 from control_plane.serving import Serving
 from control_plane.standings import SHORT_S, TOLD_S, Standings
@@ -72,6 +73,21 @@ def test_devices_are_short_for_a_while_after_a_start_found_none_and_what_was_hel
     assert (place.standings.capacity(), place.standings.may_have("b"), place.standings.device_price("a")) == (
         None, None, 1.0,
     )  # fmt: skip
+
+
+def test_nobody_s_devices_are_short_while_more_can_be_had(place: Place) -> None:
+    functions = SimpleNamespace(find=lambda name, tenant: None)
+    rest = cast(Any, SimpleNamespace())
+    allowances = Allowances(place.standings, cast(Any, functions), rest, rest, rest, rest, lambda: place.now_s)
+    grows = True
+    allowances.may_grow = lambda key: grows
+    place.tell("r1", "a", ReplicaState.READY)
+    place.standings.wants(("b", "fn"), 1)
+    allowances.no_room(("b", "fn"), 1, 1)
+    assert place.standings.may_have("a") is None, "a slot comes for b: what others have is not all there is"
+    grows = False
+    allowances.no_room(("b", "fn"), 1, 1)
+    assert place.standings.short
 
 
 def test_a_quota_bounds_though_nothing_is_short(place: Place) -> None:

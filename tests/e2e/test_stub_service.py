@@ -1,17 +1,21 @@
-"""The whole service as processes, and what it promises when they are killed. The stub engine stands for the model."""
+"""The whole service as processes, and what it promises when they are killed. The stub engine stands for the model.
+
+All of it twice: with the slot on this machine, and with slots that are pods.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.e2e.conftest import stub_pods, stub_service
 from tests.support.checkpoints import make_tiny_llama
 from tests.support.service import HttpError, Service
 
@@ -74,6 +78,13 @@ class Reader(threading.Thread):
         assert not self.is_alive()
 
 
+@pytest.fixture(scope="module", params=["machine", "pods"])
+def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("stub")
+    with stub_service(folder) if request.param == "machine" else stub_pods(folder) as running:
+        yield running
+
+
 @pytest.fixture(scope="module")
 def whole(service: Service) -> dict[int, dict[int, str]]:
     """The undisturbed answers, by n."""
@@ -93,9 +104,9 @@ def test_a_burst_wakes_it_once_and_it_goes_back_to_zero(service: Service) -> Non
         assert reader.done, reader.error
     replicas = service.call("GET", "/api/v1/replicas?all=1")["data"]
     assert len(replicas) == before + 1
-    pid = replicas[-1]["pid"]
+    assert service.runs(replicas[-1])
     service.wait_zero()
-    assert not Path(f"/proc/{pid}").exists()
+    assert not service.runs(replicas[-1])
     ended = service.call("GET", "/api/v1/replicas?all=1")["data"][-1]
     assert (ended["state"], ended["exit"]) == ("ended", "exit 0")
 
@@ -123,12 +134,12 @@ def test_after_a_kill_of_the_control_plane_a_reader_gets_the_rest_and_only_the_r
 ) -> None:
     reader = Reader(service, sent=body(stream=True))
     reader.wait(10)
-    pid = service.replicas()[0]["pid"]
+    replica = service.replicas()[0]
     service.kill("gateway")
     reader.finish()
     assert not reader.done
     if also == "replica":
-        os.kill(pid, signal.SIGKILL)
+        service.kill_replica(replica)
     elif also == "agent":
         service.kill("agent")
     service.start()
@@ -138,7 +149,7 @@ def test_after_a_kill_of_the_control_plane_a_reader_gets_the_rest_and_only_the_r
     assert reader.places + rest.places == list(range(1, TOKENS + 1))
     assert reader.texts[0] + rest.texts.get(0, "") == whole[1][0]
     if also is None:
-        assert [replica["pid"] for replica in service.replicas()] == [pid]
+        assert [row["pid"] for row in service.replicas()] == [replica["pid"]]
 
 
 def test_a_drain_lets_streams_finish_and_refuses_new_requests(

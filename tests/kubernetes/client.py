@@ -8,9 +8,11 @@ official client instead.
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import random
 import ssl
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable
@@ -18,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -73,6 +76,20 @@ class Access:
         if self.client_certificate:
             context.load_cert_chain(self.client_certificate, self.client_key)
         return context
+
+    def write_kubeconfig(self, path: Path, user: str, namespace: str) -> None:
+        """With the token alone: whoever has a certificate of a client has a kubeconfig already."""
+        cluster = {"server": self.url, "certificate-authority": self.authority}
+        content = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "tests", "cluster": cluster}],
+            "users": [{"name": user, "user": {"token": self.token}}],
+            "contexts": [{"name": "tests", "context": {"cluster": "tests", "user": user, "namespace": namespace}}],
+            "current-context": "tests",
+        }
+        path.touch(mode=0o600)
+        path.write_text(yaml.safe_dump(content))
 
     def headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.token}"} if self.token else {}
@@ -267,6 +284,16 @@ def _name(value: Object) -> tuple[str, str]:
     return (value["metadata"].get("namespace", ""), value["metadata"]["name"])
 
 
+def _decoded(code: int, raw: bytes) -> Any:
+    try:
+        decoded = json.loads(raw)
+    except ValueError:
+        decoded = raw.decode(errors="replace")
+    if code >= 400:
+        raise _error(code, decoded)
+    return decoded
+
+
 class Api:
     """For a test's own thread: blocking calls, built-in and custom kinds alike."""
 
@@ -274,6 +301,9 @@ class Api:
         self._access = access
         self._agent = agent
         self._context = access.context() if access.url.startswith("https") else None
+        self._kept = threading.local()
+        # Paths of objects that were not there before, oldest first; None: it is not kept.
+        self.made: list[str] | None = None
         self._kinds = {(each.group_version, each.kind): (each.plural, each.namespaced) for each in builtin_types()}
 
     def call(
@@ -286,6 +316,8 @@ class Api:
             "User-Agent": self._agent,
             "Accept": "application/json",
         }
+        if method == "GET":
+            return _decoded(*self._read(path, headers, timeout_s))
         request = urllib.request.Request(self._access.url + path, data=data, headers=headers, method=method)
         try:
             with urllib.request.urlopen(request, timeout=timeout_s, context=self._context) as answer:
@@ -295,10 +327,30 @@ class Api:
             with suppress(ValueError):
                 decoded = json.loads(error.read())
             raise _error(error.code, decoded) from None
-        try:
-            return json.loads(raw)
-        except ValueError:
-            return raw.decode()
+        return _decoded(200, raw)
+
+    def _read(self, path: str, headers: dict[str, str], timeout_s: float) -> tuple[int, bytes]:
+        """Over a connection that is kept: tests look again and again, and a handshake costs more than a list."""
+        kept: http.client.HTTPConnection | None = getattr(self._kept, "connection", None)
+        url = urlsplit(self._access.url)
+        for connection in (kept, None):
+            if connection is None and url.scheme == "https":
+                connection = http.client.HTTPSConnection(url.netloc, timeout=timeout_s, context=self._context)
+            elif connection is None:
+                connection = http.client.HTTPConnection(url.netloc, timeout=timeout_s)
+            try:
+                connection.request("GET", path, headers=headers)
+                answer = connection.getresponse()
+                raw = answer.read()
+            except (OSError, http.client.HTTPException):
+                connection.close()
+                self._kept.connection = None
+                if connection is not kept:
+                    raise
+                continue  # the server may have closed it meanwhile
+            self._kept.connection = connection
+            return answer.status, raw
+        raise AssertionError("a connection of its own is given or refused")
 
     def get(self, plural: str, name: str, namespace: str = "default") -> Object:
         found: Object = self.call("GET", path_of(plural, self._where(plural, namespace), name))
@@ -311,12 +363,19 @@ class Api:
     def create(self, body: Object, namespace: str = "default") -> Object:
         path = self._path(body, namespace)
         made: Object = self.call("POST", path, body)
+        if self.made is not None:
+            self.made.append(f"{path}/{made['metadata']['name']}")
         return made
 
     def apply(self, body: Object, namespace: str = "default", manager: str = "tests") -> Object:
         """Server-side apply, forced."""
-        path = f"{self._path(body, namespace)}/{body['metadata']['name']}?fieldManager={manager}&force=true"
-        made: Object = self.call("PATCH", path, body, APPLY)
+        path = f"{self._path(body, namespace)}/{body['metadata']['name']}"
+        if self.made is not None:
+            try:
+                self.call("GET", path)
+            except ApiError as error:
+                self.made += [path] if error.code == 404 else []
+        made: Object = self.call("PATCH", f"{path}?fieldManager={manager}&force=true", body, APPLY)
         return made
 
     def patch(self, plural: str, name: str, body: Any, namespace: str = "default", subresource: str = "") -> Object:

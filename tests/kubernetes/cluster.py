@@ -108,16 +108,30 @@ class TestCluster:
             return self._given
         return Access(self.server.url, self.server.system_token(component), str(self.server.certificates.authority))
 
+    @property
+    def is_given(self) -> bool:
+        """Whether it stays when this test ends, and its server's faults cannot be chosen."""
+        return self._given is not None
+
     def _leave(self) -> None:
         """Takes what was made out of a cluster that stays, while there still is somebody to end the pods."""
-        for name in self._made_namespaces:
-            self.api.delete("namespaces", name)
+        for path in reversed(self.api.made or []):
+            with suppress_api_error(404):
+                self.api.call("DELETE", path)
         left = set(self._made_namespaces)
         self.wait(
-            lambda: not left & {each["metadata"]["name"] for each in self.api.list("namespaces")}, "all removed", 120
+            lambda: not left & {each["metadata"]["name"] for each in self.api.list("namespaces")},
+            "all removed",
+            120,
+            0.1,
         )
-        for node in self._nodes if self._kubelet is not None else []:
-            self.api.delete("nodes", node.name)
+        nodes = {node.name for node in self._nodes} if self._kubelet is not None else set()
+        self.wait(
+            lambda: not [each for each in self.api.list("pods") if each["spec"].get("nodeName") in nodes],
+            "no pod on our nodes", 120, 0.1,
+        )  # fmt: skip
+        for name in nodes:
+            self.api.delete("nodes", name)
 
     @property
     def admin_kubeconfig(self) -> Path:
@@ -178,6 +192,7 @@ class TestCluster:
         """The administrator's blocking client."""
         if self._api is None:
             self._api = Api(Access.of_kubeconfig(self.admin_kubeconfig))
+            self._api.made = [] if self.is_given else None
         return self._api
 
     def apply(self, text: str | Path, namespace: str = "default") -> list[Object]:
@@ -189,8 +204,8 @@ class TestCluster:
         self.api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}})
         self._made_namespaces.append(name)
 
-    def wait(self, holds: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
-        """Waits until `holds()` is true, and gives what it returned."""
+    def wait(self, holds: Callable[[], Any], what: str, timeout_s: float = 60.0, every_s: float = 0.02) -> Any:
+        """Waits until `holds()` is true, and gives what it returned. `every_s`: where looking costs something."""
         ends_at = time.monotonic() + timeout_s
         while True:
             found = holds()
@@ -198,7 +213,7 @@ class TestCluster:
                 return found
             if time.monotonic() > ends_at:
                 raise AssertionError(f"not within {timeout_s} s: {what}")
-            time.sleep(0.02)
+            time.sleep(every_s)
 
     # Faults.
 
@@ -227,15 +242,5 @@ class TestCluster:
     def _kubeconfig(self, name: str, token: str, namespace: str) -> Path:
         path = self.folder / f"{name}.kubeconfig"
         access = self._given or Access(self.server.url, "", str(self.server.certificates.authority))
-        cluster = {"server": access.url, "certificate-authority": access.authority}
-        content = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "clusters": [{"name": "tests", "cluster": cluster}],
-            "users": [{"name": name, "user": {"token": token}}],
-            "contexts": [{"name": "tests", "context": {"cluster": "tests", "user": name, "namespace": namespace}}],
-            "current-context": "tests",
-        }
-        path.write_text(yaml.safe_dump(content))
-        path.chmod(0o600)
+        Access(access.url, token, access.authority).write_kubeconfig(path, name, namespace)
         return path

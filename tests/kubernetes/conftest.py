@@ -31,9 +31,10 @@ def namespace(plain_cluster: TestCluster) -> str:
     return name
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def live_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestCluster]:
-    """Everything: two nodes whose pods run, and a node that is silent for eight seconds is lost."""
+    """Everything: two nodes whose pods run, and a node that is silent for eight seconds is lost. Of a module: two
+    kubelets over one server that was given would run the same pods."""
     with TestCluster(tmp_path_factory.mktemp("live"), nodes=2, node_grace_s=8.0) as cluster:
         yield cluster
 

@@ -1,21 +1,41 @@
-"""A service whose slots are pods that run: from zero to an answer, an eviction under a stream, and zero again, with the
-rights of the chart and no other."""
+"""The main job on slots that are pods, with a model that is computed and the rights of the chart: from zero to an
+answer, an eviction under a stream, kills of everything that can be killed, books that add up, and zero again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+import os
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
+from tests.chaos.killing import VICTIMS, audit, kill_rounds
 from tests.kubernetes.town import POOL, Town, town
 from tests.support.checkpoints import make_tiny_llama
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 TOKENS = 300
 BODY = {"model": "fn", "prompt": list(range(20, 120)), "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0,
         "stream": True, "logprobs": 0}  # fmt: skip
+ROUNDS = int(os.environ.get("STOKER_CHAOS_ROUNDS", "8"))
+SEED = int(os.environ.get("STOKER_CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 2**31)
+ENGINE: dict[str, Any] = {"threads": 1, "kv_bytes": 32 << 20, "prefix_cache": False}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
+    """Nobody has called its function yet."""
+    folder = tmp_path_factory.mktemp("pods")
+    checkpoint = make_tiny_llama(folder / "tiny", layers=2, hidden=64)
+    # No grace: what half of an answer takes is not to be within it.
+    with town(folder, {**POOL, "graceSeconds": 0}) as place:
+        # Without cached or stored prefixes a repeated prompt is computed as the first time: equal means byte for byte.
+        place.service.deploy(
+            "fn", f"file://{checkpoint}", scaling={"keep_alive": 5}, engine_options=ENGINE, share_prefixes="none"
+        )
+        yield place
 
 
 def stream(place: Town, act: Callable[[], None] | None = None) -> tuple[str, list[int], str]:
@@ -31,21 +51,30 @@ def stream(place: Town, act: Callable[[], None] | None = None) -> tuple[str, lis
     return text, places, request_id
 
 
-def test_pods_come_are_lost_under_a_stream_and_go_again(tmp_path: Path) -> None:
-    checkpoint = make_tiny_llama(tmp_path / "tiny", layers=2, hidden=64)
-    # No grace: what half of an answer takes is not to be within it.
-    with town(tmp_path, {**POOL, "graceSeconds": 0}) as place:
-        options = {"threads": 1, "kv_bytes": 32 << 20}
-        place.service.deploy("fn", f"file://{checkpoint}", scaling={"keep_alive": 5}, engine_options=options)
-        assert place.pods() == [], "nobody called it yet"
-        whole, places, _ = stream(place)
-        assert places == list(range(1, TOKENS + 1))
-        assert len(place.pods()) == 1
+def test_a_pod_comes_for_a_request_and_is_lost_under_a_stream(place: Town) -> None:
+    assert place.pods() == [], "nobody called it yet"
+    whole, places, _ = stream(place)
+    assert places == list(range(1, TOKENS + 1))
+    assert len(place.pods()) == 1
 
-        first = place.name_of_slot()
-        text, places, request_id = stream(place, lambda: place.cluster.api.evict(first))
-        assert (text, places) == (whole, list(range(1, TOKENS + 1)))
-        attempts = place.service.call("GET", f"/api/v1/why/{request_id}")["attempts"]
-        assert len(attempts) == 2 and place.name_of_slot() != first
+    first = place.name_of_slot()
+    text, places, request_id = stream(place, lambda: place.cluster.api.evict(first))
+    assert (text, places) == (whole, list(range(1, TOKENS + 1)))
+    attempts = place.service.call("GET", f"/api/v1/why/{request_id}")["attempts"]
+    assert len(attempts) == 2 and place.name_of_slot() != first
 
-        place.cluster.wait(lambda: place.pods() == [], "zero is zero: no slot is left", 60)
+
+def test_kills_of_replica_agent_control_plane_and_pod_change_no_answer(place: Town) -> None:
+    victims = (*VICTIMS, "pod")
+    report = kill_rounds(place.service, "fn", rounds=ROUNDS, seed=SEED, max_tokens=100, victims=victims)
+    assert not report.problems, f"STOKER_CHAOS_SEED={SEED}:\n" + "\n".join(report.problems)
+    killed = {victim: sum(each.killed for each in report.rounds if each.victim == victim) for victim in victims}
+    assert min(killed.values()) > 0, f"some victims were never there to be killed: {killed}"
+
+
+def test_zero_is_zero_and_every_token_and_second_is_accounted_for(place: Town) -> None:
+    place.service.wait_zero()
+    place.cluster.wait(lambda: place.pods() == [], "no slot is left", 60)
+    place.cluster.wait(lambda: place.cluster.kubelet.running_pods == [], "nor a process of one", 20)
+    # One for each stream above, and of each kind an undisturbed one for every round of it.
+    assert audit(place.service.data_dir)["done"] >= 2 + ROUNDS

@@ -22,8 +22,51 @@ CHART = Path(__file__).parents[2] / "helm" / "stoker"
 POOL = {"image": "stoker@sha256:abc", "most": 2, "pool": "64Mi", "disk": "0", "graceSeconds": 1, "perNode": 0}
 
 
+class PodService(Service):
+    """A control plane whose slots are pods: their processes are found by the kubelet, in namespaces of their own."""
+
+    def __init__(self, cluster: TestCluster, data_dir: Path, *, args: tuple[str, ...] = ()) -> None:
+        super().__init__(data_dir, args=args)
+        self.cluster = cluster
+        self._last: list[dict[str, Any]] = []
+
+    def replicas(self, *, live: bool = True) -> list[dict[str, Any]]:
+        self._last = super().replicas(live=live)
+        return self._last
+
+    def kill(self, victim: str) -> bool:
+        """Also `pod`: deleted without a grace. Where the control plane is dead, of the replicas it told of last."""
+        if victim == "gateway":
+            return super().kill(victim)
+        with contextlib.suppress(OSError):
+            self.replicas()
+        row = next((row for row in self._last if row["pid"]), None)
+        if row is None:
+            return False
+        try:
+            match victim:
+                case "replica":
+                    self.kill_replica(row)
+                case "agent":
+                    self.cluster.kubelet.kill(row["slot_id"])
+                case "pod":
+                    self.cluster.api.delete("pods", row["slot_id"], gracePeriodSeconds=0)
+        except KeyError:
+            return False  # its pod has just ended
+        return True
+
+    def kill_replica(self, row: dict[str, Any]) -> None:
+        self.cluster.kubelet.execute(row["slot_id"], ["sh", "-c", f"kill -9 {row['pid']}"])
+
+    def runs(self, row: dict[str, Any]) -> bool:
+        try:
+            return self.cluster.kubelet.execute(row["slot_id"], ["test", "-d", f"/proc/{row['pid']}"])[0] == 0
+        except KeyError:
+            return False
+
+
 class Town:
-    def __init__(self, cluster: TestCluster, service: Service) -> None:
+    def __init__(self, cluster: TestCluster, service: PodService) -> None:
         self.cluster, self.service = cluster, service
 
     def pods(self) -> list[dict[str, Any]]:
@@ -47,7 +90,7 @@ def town(folder: Path, pool: Mapping[str, Any] = POOL, env: Mapping[str, str] | 
         cluster.apply(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout)
         kind = {"apiVersion": "stoker.dev/v1alpha1", "kind": "SlotPool"}
         cluster.api.apply({**kind, "metadata": {"name": "default"}, "spec": dict(pool)})
-        service = Service(folder / "data", args=("--warm-workers", "0"))
+        service = PodService(cluster, folder / "data", args=("--warm-workers", "0"))
         service.env |= {
             "STOKER_BACKEND": "kubernetes",
             "STOKER_RELEASE": "rel",
@@ -63,4 +106,5 @@ def town(folder: Path, pool: Mapping[str, Any] = POOL, env: Mapping[str, str] | 
             yield Town(cluster, service)
         finally:
             service.close()
+            cluster.api.delete("leases", "rel-control-loop")
         assert [str(each) for each in cluster.denied] == [], "what is done is what the Role allows"

@@ -151,6 +151,14 @@ class Service:
             self.process.wait()
         return True
 
+    def runs(self, row: dict[str, Any]) -> bool:
+        """Whether the process of a replica is there."""
+        return Path(f"/proc/{row['pid']}").exists()
+
+    def kill_replica(self, row: dict[str, Any]) -> None:
+        """By its row alone: without asking the control plane, which may be dead."""
+        os.kill(row["pid"], signal.SIGKILL)
+
     # --- HTTP -----------------------------------------------------------------------------------------------------
 
     @property

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from control_plane.backends.base import SlotClass, SlotListener, SlotUnavailable, SlotWait
 from control_plane.backends.kubernetes.api import EVENTS, PODS, SLOT_POOLS, Api, ApiError, ApiRefused, Object
-from control_plane.backends.kubernetes.backoff import Backoff
+from control_plane.backends.kubernetes.backoff import Backoff, refusal_words
 from control_plane.backends.kubernetes.home import PodHome, is_ready, is_running
 from control_plane.backends.kubernetes.kinds import Kinds
 from control_plane.backends.kubernetes.phases import COMING, WORDS, Phase, Progress, Seen, event_time, phase_of
@@ -26,6 +26,7 @@ from control_plane.backends.kubernetes.pods import (
     POOL_LABEL,
     SEAT_LABEL,
     Service,
+    grace_of,
     label_of,
     pod_name,
     pod_of,
@@ -317,14 +318,22 @@ class KubernetesBackend(LinkedSlots):
                 self._listener.slot_lost(name, words, agent_gone=True)
             logger.info("event=slot_gone slot=%s reason=%s", name, words)
 
-    def answers(self, name: str, answers: bool) -> None:
-        """Its agent is heard, or not any more."""
+    def answers(self, name: str, answers: bool) -> bool:
+        """Its agent is heard, or not any more. Whether that is news."""
         if (name in self._answering) == answers:
-            return
+            return False
         (self._answering.add if answers else self._answering.discard)(name)
         pod = self.pod(name)
         if pod is not None and name in self.progress:
             self._note(name, pod)
+        return True
+
+    def tell_leaving(self, name: str) -> None:
+        """An agent that was only being started when its pod was deleted has not heard of it: the first process of a
+        container gets no SIGTERM before it listens for one. It would live for the whole of its grace."""
+        pod, link, progress = self.pod(name), self._links.get(name), self.progress.get(name)
+        if pod is not None and link is not None and progress is not None and progress.seen.phase is Phase.LEAVING:
+            self._spawn(link.shutdown_agent(grace_of(pod)))
 
     # --- what is done ---
 
@@ -333,8 +342,8 @@ class KubernetesBackend(LinkedSlots):
         if kind is None or service is None or self.api is None or not self.synced:
             raise SlotUnavailable(self.problem or f"there are no slots of class {class_name}")
         backoff = self.backoffs.get(class_name)
-        if backoff is not None and backoff.pausing_s(now_s) > 0:
-            raise SlotUnavailable(f"{backoff.words}; tried again in {backoff.pausing_s(now_s):.0f} s")
+        if backoff is not None and (again_s := backoff.pausing_s(now_s)) > 0:
+            raise SlotUnavailable(f"{backoff.words}; tried again in {again_s:.0f} s", again_s=again_s)
         begun = max(min(count, kind.pool.spec.most - self._there(kind.pool.name)), 0)
         for _ in range(begun):
             name = pod_name(self.settings.release, kind.pool.name)
@@ -375,7 +384,7 @@ class KubernetesBackend(LinkedSlots):
             created = await self._created(self.api, name, class_name, body)
         except ApiRefused as error:
             self.asked.pop(name, None)
-            self.failed(class_name, _refusal_words(error), error.retry_after_s)
+            self.failed(class_name, refusal_words(error), error.retry_after_s)
         except ApiError:
             # Whether there is a pod is still not known: if there is, the watch will tell.
             self.asked.pop(name, None)
@@ -469,7 +478,8 @@ class _Heard:
         self._listener = listener
 
     def slot_state(self, slot_id: str, state: SlotState) -> None:
-        self._backend.answers(slot_id, True)
+        if self._backend.answers(slot_id, True) and not state.terminating:
+            self._backend.tell_leaving(slot_id)
         self._listener.slot_state(slot_id, state)
 
     def replica_changed(self, slot_id: str, status: ReplicaStatus) -> None:
@@ -483,11 +493,3 @@ class _Heard:
 def _rank(seen: Seen) -> tuple[bool, int]:
     """How near to being ready."""
     return (not seen.trouble, COMING.index(seen.phase))
-
-
-def _refusal_words(error: ApiRefused) -> str:
-    if error.status == 403 and "quota" in error.message:
-        return f"the cluster refuses another slot for its quota: {error.message}"
-    if error.status == 403:
-        return f"the cluster refuses a slot's pod: {error.message}"
-    return f"a slot's pod cannot be made: {error}"

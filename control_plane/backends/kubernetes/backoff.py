@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from control_plane.backends.kubernetes.api import ApiRefused
+
 FIRST_S: Final = 1.0
 MOST_S: Final = 120.0
 
@@ -45,3 +47,12 @@ class Backoff:
     def lasted_s(self) -> float:
         """Over how long a time nothing but failures was seen; one alone has not lasted."""
         return self.last_s - self.since_s if self.failures else 0.0
+
+
+def refusal_words(error: ApiRefused) -> str:
+    """Why no pod could be made, for whoever waits for one."""
+    if error.status == 403 and "quota" in error.message:
+        return f"the cluster refuses another slot for its quota: {error.message}"
+    if error.status == 403:
+        return f"the cluster refuses a slot's pod: {error.message}"
+    return f"a slot's pod cannot be made: {error}"

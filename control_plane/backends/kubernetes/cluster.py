@@ -110,6 +110,7 @@ class Cluster:
         context.fleet.placing.kind_of = backend.kinds.of
         context.predicted.kind_of = backend.kinds.of
         context.fleet.watchers.append(self._replica_changed)
+        context.slot_scaling.is_stuck = self._is_stuck
         context.dispatcher.why_waiting = self.why_waiting
         backend.on_pods = self._pods_changed
         backend.on_watching = self._watching
@@ -117,6 +118,11 @@ class Cluster:
         self.tending.on_look = self._note_all_waiting
         self.tending.on_failed = self._class_failed
         self.tending.on_outdated = self._outdated
+
+    def _is_stuck(self, class_name: str) -> bool:
+        """Whether a slot of this class is coming that finds no node."""
+        seen = ((name, each.seen.phase) for name, each in self.backend.progress.items())
+        return any(phase is Phase.UNSCHEDULABLE and self.backend.class_of(name) == class_name for name, phase in seen)
 
     # --- life ---
 

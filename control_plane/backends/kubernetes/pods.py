@@ -224,6 +224,12 @@ def _apart(kind: Kind, service: Service, seat: int) -> Object:
     return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
 
 
+def grace_of(pod: Object) -> float:
+    """What streams get when the pod is told to go."""
+    seconds = (pod.get("spec") or {}).get("terminationGracePeriodSeconds")
+    return max(float(seconds or 0.0) - OWN_GRACE_S, 0.0)
+
+
 def label_of(pod: Object, name: str) -> str:
     return str(((pod.get("metadata") or {}).get("labels") or {}).get(name) or "")
 

@@ -11,8 +11,9 @@ import pytest
 
 from control_plane import slot_scaling
 from control_plane.backends.base import SlotClass, SlotListener, SlotRefused, SlotUnavailable
+from control_plane.placing import Unplaced
 from control_plane.settings import Settings
-from function_runtime.protocol import Peer, ReplicaSpec, ReplicaState, ReplicaStatus
+from function_runtime.protocol import EngineOptions, Peer, ReplicaSpec, ReplicaState, ReplicaStatus
 from tests.control_plane.gateway.conftest import Plane, Stream, body, text_of, until
 from tests.control_plane.gateway.fakes import Behaviour, FakeReplica, FakeSlot, token_text
 
@@ -183,6 +184,41 @@ async def test_what_does_not_fit_on_the_slots_there_are_gets_more_up_to_the_boun
     # The third waits until an idle one has made room, since there may be no third slot.
     assert await streams[2] == answer_of(20)
     assert sum(city.slots.asked) == 2
+
+
+async def test_another_slot_may_come_until_the_bound_a_refusal_or_one_that_finds_no_room(city: City) -> None:
+    scaling = city.context.slot_scaling
+    assert scaling.may_grow("") and not scaling.may_grow("of another class")
+    scaling.is_stuck = lambda class_name: True
+    assert not scaling.may_grow("")
+    scaling.is_stuck = lambda class_name: False
+    city.slots.refuses = True
+    await city.deploy()
+    asked = asyncio.ensure_future(ask(city))
+    await until(lambda: bool(scaling._pause_until_s))
+    assert scaling.may_grow(""), "once may have been a call that got lost"
+    scaling._pause_until_s.clear()
+    await city.look()
+    assert not scaling.may_grow("")
+    scaling._pause_until_s.clear()
+    city.slots.refuses = False
+    await city.look()
+    await asked
+    await city.look()
+    assert scaling.may_grow("")
+    await city.slots.add_slots("", 1)
+    assert not scaling.may_grow("")
+
+
+async def test_a_wish_from_before_a_slot_came_asks_for_no_second_one(city: City) -> None:
+    await city.deploy()
+    context = city.context
+    await city.slots.add_slots("", 1)
+    await until(lambda: "slot-0" in context.fleet.slots)
+    work = context.fleet.placing.work(ReplicaSpec("rep-1", "fn", 1, "default", "", "", EngineOptions(engine="stub")))
+    context.fleet.placing.unplaced["default", "fn"] = Unplaced(work, 1, time.monotonic() - 1, time.monotonic() - 1)
+    await city.look()
+    assert city.slots.asked == [1]
 
 
 async def idle_slot(city: City) -> None:

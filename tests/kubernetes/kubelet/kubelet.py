@@ -60,6 +60,10 @@ class Kubelet:
         self.entrypoints: dict[str, list[str]] = {"*": ["stoker"]}
         # What the image would bring along.
         self.image_environment: dict[str, str] = {}
+        # Agents are forks of a process that has imported them already; False where their start is to be timed.
+        self.forks = True
+        # Told of each pod that ends, while what it left in its volumes is still there; on the kubelet's thread.
+        self.on_end: Callable[[PodWorker], None] = lambda worker: None
         self._pulled: set[tuple[str, str]] = set()
         self._lost: dict[str, asyncio.Event] = {}
         self._node_ips: dict[str, str] = {}
@@ -291,7 +295,6 @@ class Kubelet:
         return {
             "PATH": path,
             "PYTHONPATH": str(REPOSITORY),
-            "PYTHONDONTWRITEBYTECODE": "1",
             "LANG": "C.UTF-8",
             "HOME": "/tmp",
             **self.image_environment,

@@ -173,8 +173,9 @@ def fail(report, error):
     os._exit(126)
 
 
-def run(spec, report):
-    """Reports the container's process on file `report`, then waits for it."""
+def run(spec, report, become=None):
+    """Reports the container's process on file `report`, then waits for it: what it exited with. `become`: what the
+    process does instead of executing its command."""
     isolated = spec["isolated"]
     parent = os.getpid()
     if isolated:
@@ -196,6 +197,8 @@ def run(spec, report):
                 os._exit(126)
             os.setsid()
             os.set_inheritable(begins, False)
+            if become is not None:
+                become(spec)
             execute(spec)
         except BaseException as error:
             os.write(begins, str(error).encode())
@@ -207,9 +210,7 @@ def run(spec, report):
     os.close(report)
     # Of a fork in a PID namespace the number is ours: the kubelet signals the container by it.
     _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        os._exit(128 + os.WTERMSIG(status))
-    os._exit(os.WEXITSTATUS(status))
+    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
 def enter(spec):
@@ -238,4 +239,4 @@ if __name__ == "__main__":
     # The report travels on a descriptor of its own; the container must not hold it open.
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.set_inheritable(described["report"], False)
-    run(described, described["report"])
+    os._exit(run(described, described["report"]))

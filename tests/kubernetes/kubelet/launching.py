@@ -47,7 +47,8 @@ class Launching:
         root = self._folder / "roots" / f"{container['name']}-{restart}"
         cwd = container.get("workingDir") or "/"
         with _opened(self._kubelet.log_path(pod, container["name"], restart)) as file:
-            return await processes.start(command, env, cwd, self._mounts(pod, container, address), root, file)
+            mounts, forks = self._mounts(pod, container, address), self._kubelet.forks
+            return await processes.start(command, env, cwd, mounts, root, file, forks)
 
     async def _pull(self, pod: Object, container: Object) -> None:
         image, node = container["image"], pod["spec"]["nodeName"]

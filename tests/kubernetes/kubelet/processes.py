@@ -6,6 +6,7 @@ What this machine can do is found out once: namespaces of mounts and processes, 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import json
 import os
 import re
@@ -19,9 +20,10 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
+from tests.kubernetes.kubelet.forking import FORKS, REPOSITORY, Forked, module_of
+
 Object = dict[str, Any]
 LAUNCHER = Path(__file__).with_name("launcher.py")
-REPOSITORY = Path(__file__).parents[3]
 _PYTHON = [sys.executable, "-I", "-S", str(LAUNCHER)]
 # A /dev/shm of its own: containers have one of 64 MiB.
 _SHM_OPTIONS = "mode=1777,size=64m"
@@ -77,7 +79,7 @@ class Running:
     """A container's process: `pid` is its own, `launcher` the process that waits for it."""
 
     pid: int
-    launcher: asyncio.subprocess.Process
+    launcher: asyncio.subprocess.Process | Forked
     isolated: bool
     env: dict[str, str]
 
@@ -100,8 +102,15 @@ class Running:
 
 
 async def start(
-    command: list[str], env: dict[str, str], cwd: str, mounts: list[Mount], root: Path, log: IO[bytes]
+    command: list[str],
+    env: dict[str, str],
+    cwd: str,
+    mounts: list[Mount],
+    root: Path,
+    log: IO[bytes],
+    forks: bool = True,
 ) -> Running:
+    """`forks`: programs that have been imported already are not started from nothing (`forking.py`)."""
     isolated = can_isolate()
     described = [{"source": str(each.source), "target": each.target, "read_only": each.read_only} for each in mounts]
     if isolated:
@@ -112,14 +121,16 @@ async def start(
     else:
         command, env = rewritten(command, env, mounts)
         cwd = next((str(each.source) for each in mounts if each.target == cwd), cwd)
+    spec = _described(command, env, cwd, described, root) | {"isolated": isolated}
+    if forks and module_of(command) is not None:
+        return await _forked(spec, log)
     reads, writes = os.pipe()
     try:
         launcher = await asyncio.create_subprocess_exec(
             *_PYTHON, stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=[writes], start_new_session=True
         )
-        spec = _described(command, env, cwd, described, root) | {"report": writes, "isolated": isolated}
         assert launcher.stdin is not None
-        launcher.stdin.write(json.dumps(spec).encode())
+        launcher.stdin.write(json.dumps(spec | {"report": writes}).encode())
         launcher.stdin.close()
     finally:
         os.close(writes)
@@ -131,11 +142,47 @@ async def start(
         with suppress(ProcessLookupError):
             launcher.kill()
         raise
+    try:
+        return Running(_pid_of(said), launcher, isolated, env)
+    except StartError:
+        await launcher.wait()
+        raise
+
+
+async def _forked(spec: Object, log: IO[bytes]) -> Running:
+    reads, writes = os.pipe()
+    ends, exits = os.pipe()
+    launcher = Forked(ends)
+    try:
+        FORKS.send(spec, log, writes, exits)
+    finally:
+        os.close(writes)
+        os.close(exits)
+    said = concurrent.futures.ThreadPoolExecutor(1).submit(_read, reads)
+    try:
+        pid = _pid_of(await asyncio.wrap_future(said))
+    except asyncio.CancelledError:
+        # Whose it is is known only when it is there; nobody else would end it.
+        launcher.close()
+        with suppress(StartError, ProcessLookupError, TimeoutError):
+            os.kill(_pid_of(said.result(10)), signal.SIGKILL)
+        raise
+    except StartError:
+        launcher.close()
+        raise
+    return Running(pid, launcher, spec["isolated"], spec["env"])
+
+
+def _read(reads: int) -> bytes:
+    with os.fdopen(reads, "rb") as pipe:
+        return pipe.read()
+
+
+def _pid_of(said: bytes) -> int:
     report = json.loads(said) if said else {"error": "the launcher ended"}
     if "error" in report:
-        await launcher.wait()
         raise StartError(str(report["error"]))
-    return Running(int(report["pid"]), launcher, isolated, env)
+    return int(report["pid"])
 
 
 async def execute(container: Running, command: list[str], timeout_s: float) -> tuple[int, bytes]:

@@ -284,6 +284,17 @@ async def test_a_slot_that_is_going_gets_nothing_new_and_is_heard_to_the_end(tow
     await until(lambda: (name, True) in town.listener.lost)
 
 
+async def test_an_agent_that_comes_up_after_its_pod_was_deleted_is_told_to_go(town: Town) -> None:
+    town.kubelet.api.on_change.clear()
+    await town.start()
+    name = await town.one()
+    town.api.change(PODS, name, status=running(ready=False))
+    await town.api.delete(PODS, name)
+    await until(lambda: town.backend.leaving == {name})
+    agent = town.machine.spawn(name)  # it has not heard the SIGTERM that came before it listened for one
+    await until(lambda: not agent.lives)
+
+
 async def test_an_agent_that_died_in_its_pod_is_heard_again_where_its_pool_still_is(town: Town) -> None:
     await town.start()
     name = await town.ready()
