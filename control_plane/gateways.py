@@ -153,7 +153,16 @@ class Gateways:
 
     @property
     def leads(self) -> bool:
-        return self.leader == self.id and self.held and (self.alone or self._clock() < self._leads_until_s)
+        return self.leads_for_s > 0
+
+    @property
+    def leads_for_s(self) -> float:
+        """How much longer this gateway leads by its own clock, if nothing is renewed; 0: it does not."""
+        if self.leader != self.id:
+            return 0.0
+        if self.alone:
+            return float("inf")
+        return max(min(self._held_until_s, self._leads_until_s) - self._clock(), 0.0)
 
     def require(self) -> None:
         if not self.held:

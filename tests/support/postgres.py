@@ -143,16 +143,19 @@ class PostgresServer:
     # --- databases --------------------------------------------------------------------------------------------
 
     def run(self, sql: str, name: str = "postgres") -> None:
+        self.fetch(sql, name)
+
+    def fetch(self, sql: str, name: str = "postgres") -> list[Any]:
         import asyncpg
 
-        async def run() -> None:
+        async def fetch() -> list[Any]:
             session = await asyncpg.connect(self.url(name), timeout=10)
             try:
-                await session.execute(sql)
+                return list(await session.fetch(sql)) if sql.startswith("SELECT") else [await session.execute(sql)]
             finally:
                 await session.close()
 
-        _beside(lambda: asyncio.run(run()))
+        return _beside(lambda: asyncio.run(fetch()))
 
     def make_template(self) -> None:
         from control_plane.database import Database

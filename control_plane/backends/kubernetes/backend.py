@@ -18,6 +18,8 @@ from typing import Any, Final
 from control_plane.backends.base import SlotClass, SlotListener, SlotUnavailable, SlotWait
 from control_plane.backends.kubernetes.api import EVENTS, PODS, SLOT_POOLS, Api, ApiError, ApiRefused, Object
 from control_plane.backends.kubernetes.backoff import Backoff, refusal_words
+from control_plane.backends.kubernetes.deletion import delete_pod
+from control_plane.backends.kubernetes.fence import FencedApi, NotLeading
 from control_plane.backends.kubernetes.home import PodHome, is_ready, is_running
 from control_plane.backends.kubernetes.kinds import Kinds
 from control_plane.backends.kubernetes.phases import COMING, WORDS, Phase, Progress, Seen, event_time, phase_of
@@ -31,7 +33,7 @@ from control_plane.backends.kubernetes.pods import (
     pod_name,
     pod_of,
 )
-from control_plane.backends.kubernetes.watching import Watching, name_of, uid_of, version_of
+from control_plane.backends.kubernetes.watching import Watching, name_of, uid_of
 from control_plane.backends.link import SlotLink
 from control_plane.backends.local import LinkedSlots
 from control_plane.settings import KubernetesSettings
@@ -44,7 +46,6 @@ VOID_SHARE: Final = 1.5
 EVENTS_KEPT: Final = 20
 UNSEEN: Final = "(cluster)"
 """Stands for the slots there may be, until the cluster has said which there are."""
-DELETE_TRIES: Final = 4
 CONNECT_AGAIN_S: Final = 5.0
 UNANSWERED_S: Final = 30.0
 """How long the creation of a pod is asked for again under the same name, where no answer came."""
@@ -86,6 +87,8 @@ class KubernetesBackend(LinkedSlots):
         """Of each pod of ours, by the event's name."""
         self.asked: dict[str, Asked] = {}
         self._answering: set[str] = set()
+        self._silent: dict[str, str] = {}
+        """Why the agent of a slot is not heard that was tried in vain."""
         self._leaving: set[str] = set()
         """Slots that are being given back."""
         self.backoffs: dict[str, Backoff] = {}
@@ -99,6 +102,8 @@ class KubernetesBackend(LinkedSlots):
         """Told of every failure of a class."""
         self.on_watching: Callable[[], None] = lambda: None
         """Told once the cluster can be reached."""
+        self.leads_for_s: Callable[[], float] = lambda: float("inf")
+        """How much longer this gateway may write, if its lead is not renewed."""
         self.creates = self.deletes = 0
 
     # --- life ---
@@ -112,7 +117,7 @@ class KubernetesBackend(LinkedSlots):
         while True:
             try:
                 self._service = self._read_service()
-                self.api = await self._connect()
+                self.api = FencedApi(await self._connect(), lambda: self.leads_for_s())
                 break
             except ApiError as error:
                 self.problem = str(error)
@@ -274,7 +279,7 @@ class KubernetesBackend(LinkedSlots):
 
     def _note(self, name: str, pod: Object) -> None:
         events = sorted(self._events.get(name, {}).values(), key=event_time)
-        seen = phase_of(pod, events, answers=name in self._answering)
+        seen = phase_of(pod, events, answers=name in self._answering, silent=self._silent.get(name, ""))
         now_s = time.monotonic()
         progress = self.progress.get(name)
         if progress is None:
@@ -289,6 +294,7 @@ class KubernetesBackend(LinkedSlots):
     def _pod_gone(self, name: str) -> None:
         progress = self.progress.pop(name, None)
         self._events.pop(name, None)
+        self._silent.pop(name, None)
         self.asked.pop(name, None)
         words = "its pod is gone"
         if progress is not None and progress.seen.phase in (Phase.LEAVING, Phase.GONE):
@@ -318,15 +324,19 @@ class KubernetesBackend(LinkedSlots):
                 self._listener.slot_lost(name, words, agent_gone=True)
             logger.info("event=slot_gone slot=%s reason=%s", name, words)
 
-    def answers(self, name: str, answers: bool) -> bool:
-        """Its agent is heard, or not any more. Whether that is news."""
-        if (name in self._answering) == answers:
+    def answers(self, name: str, answers: bool, why: str = "") -> bool:
+        """Its agent is heard, or not (any more), and why. Whether that is news."""
+        news = (name in self._answering) != answers
+        if not news and self._silent.get(name, "") == why:
             return False
         (self._answering.add if answers else self._answering.discard)(name)
+        self._silent.pop(name, None)
+        if why:
+            self._silent[name] = why
         pod = self.pod(name)
         if pod is not None and name in self.progress:
             self._note(name, pod)
-        return True
+        return news
 
     def tell_leaving(self, name: str) -> None:
         """An agent that was only being started when its pod was deleted has not heard of it: the first process of a
@@ -341,6 +351,7 @@ class KubernetesBackend(LinkedSlots):
         kind, service, now_s = self.kinds.all.get(class_name), self._service, time.monotonic()
         if kind is None or service is None or self.api is None or not self.synced:
             raise SlotUnavailable(self.problem or f"there are no slots of class {class_name}")
+        self._require_lead()
         backoff = self.backoffs.get(class_name)
         if backoff is not None and (again_s := backoff.pausing_s(now_s)) > 0:
             raise SlotUnavailable(f"{backoff.words}; tried again in {again_s:.0f} s", again_s=again_s)
@@ -404,6 +415,8 @@ class KubernetesBackend(LinkedSlots):
                 if error.reason != "AlreadyExists":
                     raise
                 return await api.get(PODS, name)
+            except NotLeading:
+                raise
             except ApiError as error:
                 logger.warning("event=pod_create_unanswered pod=%s error=%s", name, error)
                 self.failed(class_name, str(error))
@@ -421,6 +434,10 @@ class KubernetesBackend(LinkedSlots):
         self.on_failure(class_name, words)
         self.on_pods("")
 
+    def _require_lead(self) -> None:
+        if self.leads_for_s() <= 0:
+            raise SlotUnavailable("slots are begun and given back by the copy that leads, and this one does not")
+
     async def remove_slot(self, slot_id: str) -> None:
         pod, link = self.pod(slot_id), self._links.get(slot_id)
         if pod is None:
@@ -429,6 +446,7 @@ class KubernetesBackend(LinkedSlots):
             return
         if link is None:
             raise SlotUnavailable(f"the agent of {slot_id} is not heard")
+        self._require_lead()
         self._leaving.add(slot_id)
         try:
             await link.retire()
@@ -440,34 +458,13 @@ class KubernetesBackend(LinkedSlots):
         logger.info("event=slot_given_back slot=%s", slot_id)
 
     async def delete(self, pod: Object) -> None:
-        """This very pod, in the state that is known of it; where that has moved on, it is looked at again. Raises
-        SlotUnavailable."""
+        """Raises SlotUnavailable."""
         if self.api is None:
             raise SlotUnavailable(self.problem)
-        name, uid = name_of(pod), uid_of(pod)
-        for left in range(DELETE_TRIES, 0, -1):
-            self.deletes += 1
-            try:
-                # NOTE: the last try is by uid alone, since a pod that starts or ends changes all the time.
-                await self.api.delete(PODS, name, uid=uid, version=version_of(pod) if left > 1 else "")
-                return
-            except ApiRefused as error:
-                if error.status == 404:
-                    return
-                if error.status != 409 or left == 1:
-                    raise SlotUnavailable(f"the pod {name} cannot be deleted: {error}") from error
-            except ApiError as error:
-                raise SlotUnavailable(f"the pod {name} cannot be deleted: {error}") from error
-            try:
-                pod = await self.api.get(PODS, name)
-            except ApiRefused as error:
-                if error.status == 404:
-                    return
-                raise SlotUnavailable(str(error)) from error
-            except ApiError as error:
-                raise SlotUnavailable(str(error)) from error
-            if uid_of(pod) != uid:
-                return
+        try:
+            self.deletes += await delete_pod(self.api, pod)
+        except ApiError as error:
+            raise SlotUnavailable(f"the pod {name_of(pod)} cannot be deleted: {error}") from error
 
 
 class _Heard:
@@ -486,7 +483,7 @@ class _Heard:
         self._listener.replica_changed(slot_id, status)
 
     def slot_lost(self, slot_id: str, reason: str, *, agent_gone: bool) -> None:
-        self._backend.answers(slot_id, False)
+        self._backend.answers(slot_id, False, reason)
         self._listener.slot_lost(slot_id, reason, agent_gone=agent_gone)
 
 

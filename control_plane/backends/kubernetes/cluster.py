@@ -21,6 +21,7 @@ from control_plane.backends.kubernetes.bonds import Bonds
 from control_plane.backends.kubernetes.function_objects import FunctionObjects
 from control_plane.backends.kubernetes.function_status import FunctionStatus
 from control_plane.backends.kubernetes.lease import mirror_lead
+from control_plane.backends.kubernetes.memory_kills import MemoryKills
 from control_plane.backends.kubernetes.phases import WORDS, Phase
 from control_plane.backends.kubernetes.pods import POOL_LABEL, Service, label_of
 from control_plane.backends.kubernetes.pool_events import PoolEvents
@@ -95,6 +96,7 @@ class Cluster:
             make_objects=self.settings.function_objects == "all",
         )
         self._events = PoolEvents(self.settings.namespace, self.settings.pod_name or context.gateway_id)
+        self._memory_kills = MemoryKills()
         self._pool_file: PoolFile | None = None
         self._due = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -115,6 +117,7 @@ class Cluster:
         backend.on_pods = self._pods_changed
         backend.on_watching = self._watching
         backend.on_failure = self._failure
+        backend.leads_for_s = self._leads_for_s
         self.tending.on_look = self._note_all_waiting
         self.tending.on_failed = self._class_failed
         self.tending.on_outdated = self._outdated
@@ -128,6 +131,9 @@ class Cluster:
 
     def _leads(self) -> bool:
         return self._context.loop.leads
+
+    def _leads_for_s(self) -> float:
+        return self._context.gateways.leads_for_s if self._context.loop.leads else 0.0
 
     def lead_changed(self) -> None:
         self._mirrored = self._pool_file_settled = False
@@ -206,12 +212,21 @@ class Cluster:
         if before is not None and before.state is status.state:
             return
         key = (status.spec.tenant, status.function)
+        slot_id = self._context.fleet.slot_of.get(status.replica_id, "")
+        self._memory_kills.died(slot_id, status, time.monotonic())
+        self._blame(slot_id)
         self._note_waiting(key)
         self.tending.poke()
         self.pool_status.poke()
         self.function_objects.restate(key)
 
+    def _blame(self, slot_id: str) -> None:
+        loop = self._context.loop
+        for status in self._memory_kills.blamed(slot_id, self.backend.pod(slot_id), time.monotonic()):
+            loop.starting.failed((status.spec.tenant, status.function), status, leads=loop.leads)
+
     def _pods_changed(self, name: str) -> None:
+        self._blame(name)
         self.tending.poke()
         self.pool_status.poke()
         self._due.set()

@@ -10,6 +10,7 @@ them a pull counts as starting, with the longer budget of the two.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import enum
 from collections.abc import Iterable
@@ -101,8 +102,9 @@ class Seen:
         return f"{WORDS[self.phase]} ({said})" if said else WORDS[self.phase]
 
 
-def phase_of(pod: Object, events: Iterable[Object] = (), *, answers: bool = False) -> Seen:
-    """`events`: of this pod, oldest first; `answers`: its agent does, which is truer than any condition."""
+def phase_of(pod: Object, events: Iterable[Object] = (), *, answers: bool = False, silent: str = "") -> Seen:
+    """`events`: of this pod, oldest first; `answers`: its agent does, which is truer than any condition; `silent`: why
+    it does not, where that is known."""
     metadata, spec, status = (pod.get(part) or {} for part in ("metadata", "spec", "status"))
     if status.get("phase") in ("Failed", "Succeeded"):
         return _ended(status)
@@ -119,7 +121,8 @@ def phase_of(pod: Object, events: Iterable[Object] = (), *, answers: bool = Fals
             reason, message = str(scheduled.get("reason") or ""), str(scheduled.get("message") or "")
             return Seen(Phase.UNSCHEDULABLE, reason, message or _last(events, "FailedScheduling"))
         return Seen(Phase.PENDING)
-    return _on_its_node(status, list(events))
+    seen = _on_its_node(status, list(events))
+    return seen if seen.message or seen.phase is not Phase.STARTING else dataclasses.replace(seen, message=silent)
 
 
 def _on_its_node(status: Object, events: list[Object]) -> Seen:
@@ -182,14 +185,6 @@ def _condition(status: Object, kind: str) -> Object | None:
 def _last(events: Iterable[Object], reason: str) -> str:
     found = [str(event.get("message") or "") for event in events if event.get("reason") == reason]
     return found[-1] if found else ""
-
-
-def was_killed_for_memory(pod: Object) -> bool:
-    for container in (pod.get("status") or {}).get("containerStatuses") or ():
-        for state in (container.get("state") or {}, container.get("lastState") or {}):
-            if (state.get("terminated") or {}).get("reason") == "OOMKilled":
-                return True
-    return False
 
 
 # --- how long each may take ---------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from control_plane import starts
 from control_plane.backends import link
 from control_plane.backends.base import SlotRefused, SlotUnavailable
 from control_plane.backends.kubernetes import home
@@ -18,7 +19,7 @@ from control_plane.backends.kubernetes.api import FUNCTIONS, LEASES, PODS, SLOT_
 from control_plane.doctor import examine
 from control_plane.settings import KubernetesSettings, Settings, SlotSettings
 from function_runtime.protocol import AgentInfo, ReplicaSpec, ReplicaStatus, SlotEvent, SlotState
-from tests.control_plane.backends.kubernetes.fake_cluster import FakeApi, Kubelet, listening, slot_pool
+from tests.control_plane.backends.kubernetes.fake_cluster import FakeApi, Kubelet, listening, running, slot_pool
 from tests.control_plane.backends.town import Machine
 from tests.control_plane.gateway.conftest import Plane, Stream, body, text_of, until
 from tests.control_plane.gateway.fakes import Behaviour, FakeSlot
@@ -238,6 +239,37 @@ async def test_a_pod_that_is_deleted_under_a_stream_costs_no_token(town: Town) -
             if len(places) == 5:
                 await town.api.delete(PODS, town.pods[0])
     assert places == sorted(set(places)) and len(places) >= 30
+
+
+async def test_a_model_that_never_fits_into_memory_is_an_error_that_says_so_and_not_a_loop(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slot comes back each time, and would be killed again each time."""
+    monkeypatch.setattr(starts, "TRANSIENT_FIRST_S", 0.0)
+    monkeypatch.setattr(link, "AGAIN_S", (0.0,))
+    town.kubelet.behaviour.never_ready = True
+    await town.deploy()
+    fleet = town.plane.context.fleet
+
+    async def killed_whenever_it_loads() -> None:
+        for number in range(1, 50):
+            await until(lambda: fleet.living())
+            (name,) = town.pods
+            await town.kubelet.slots.pop(name).vanish()
+            ended = {"reason": "OOMKilled", "exitCode": 137, "finishedAt": f"2026-01-01T00:00:{number:02d}Z"}
+            status = running(ready=False)
+            status["containerStatuses"][0]["lastState"] = {"terminated": ended}
+            town.api.change(PODS, name, status=status)
+            await until(lambda: not fleet.living())
+            town.kubelet.slots[name] = FakeSlot(town.kubelet.behaviour, name)
+
+    killing = asyncio.create_task(killed_whenever_it_loads())
+    async with town.plane.post(body()) as response:
+        told = await response.json()
+    killing.cancel()
+    assert response.status == 503, told
+    assert "out_of_memory" in told["error"]["message"] and "resources.limits.memory" in told["error"]["message"]
+    assert town.plane.context.loop.starting.record(("default", "fn"), 1).failures == starts.PATIENCE
 
 
 async def test_functions_have_objects_that_say_how_they_are_and_the_lead_has_a_lease(town: Town) -> None:

@@ -19,6 +19,7 @@ from tests.kubernetes.apiserver.store import Store
 
 Object = dict[str, Any]
 MASTERS = "system:masters"
+POD_NAME = "authentication.kubernetes.io/pod-name"
 _RBAC = "rbac.authorization.k8s.io"
 # What `system:discovery`, `system:public-info-viewer` and `system:basic-user` let every authenticated user do.
 _OPEN_REVIEWS = ("selfsubjectaccessreviews", "selfsubjectrulesreviews", "selfsubjectreviews")
@@ -59,9 +60,10 @@ class _Token:
     bound_to: tuple[tuple[tuple[str, str], str, str, str], ...] = ()
 
 
-def service_account_user(namespace: str, name: str, uid: str = "") -> User:
+def service_account_user(namespace: str, name: str, uid: str = "", pod: str = "") -> User:
+    """`pod`: the one that its token is bound to (`pkg/serviceaccount/util.go`, UserInfo)."""
     groups = ("system:serviceaccounts", f"system:serviceaccounts:{namespace}", "system:authenticated")
-    return User(f"system:serviceaccount:{namespace}:{name}", groups, uid)
+    return User(f"system:serviceaccount:{namespace}:{name}", groups, uid, {POD_NAME: [pod]} if pod else {})
 
 
 class Access:

@@ -17,7 +17,7 @@ import yaml
 from aiohttp import web
 
 from tests.kubernetes.apiserver import errors, tables
-from tests.kubernetes.apiserver.access import Access
+from tests.kubernetes.apiserver.access import POD_NAME, Access
 from tests.kubernetes.apiserver.calls import Call, Target, User, options_of, parse_path, verb_of
 from tests.kubernetes.apiserver.deletion import Deletion
 from tests.kubernetes.apiserver.discovery import Discovery
@@ -48,6 +48,8 @@ class Recorded:
     user: str
     code: int
     at_s: float
+    pod: str = ""
+    """Whose token it was, where it is bound to one."""
 
     @property
     def is_write(self) -> bool:
@@ -128,7 +130,8 @@ class Endpoints:
     def _record(self, call: Call, code: int) -> None:
         plural = call.target.plural + (f"/{call.subresource}" if call.subresource else "")
         at_s = asyncio.get_running_loop().time()
-        self.recorded.append(Recorded(call.verb, plural, call.namespace, call.name, call.user.name, code, at_s))
+        (pod,) = call.user.extra.get(POD_NAME) or [""]
+        self.recorded.append(Recorded(call.verb, plural, call.namespace, call.name, call.user.name, code, at_s, pod))
         self.counts[call.verb, plural] += 1
 
     async def _suffer(self, request: web.Request, fault: Fault) -> None:

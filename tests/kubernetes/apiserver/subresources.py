@@ -147,13 +147,15 @@ class Subresources:
         lasting_s = spec.get("expirationSeconds") or 3600
         uid = account["metadata"]["uid"]
         bound: list[tuple[tuple[str, str], str, str, str]] = [(call.resource.key, call.namespace, call.name, uid)]
-        reference = spec.get("boundObjectRef")
+        reference, holder = spec.get("boundObjectRef"), ""
         if reference and reference.get("kind") == "Pod":
             pod = self._store.get(("", "pods"), call.namespace, reference["name"])
             if pod is None:
                 raise errors.not_found("pods", "", reference["name"])
-            bound.append((("", "pods"), call.namespace, reference["name"], pod["metadata"]["uid"]))
-        token = self._access.issue(service_account_user(call.namespace, call.name, uid), lasting_s, tuple(bound))
+            holder = reference["name"]
+            bound.append((("", "pods"), call.namespace, holder, pod["metadata"]["uid"]))
+        user = service_account_user(call.namespace, call.name, uid, holder)
+        token = self._access.issue(user, lasting_s, tuple(bound))
         expires = stamp(now() + timedelta(seconds=lasting_s))
         return {
             "apiVersion": "authentication.k8s.io/v1",

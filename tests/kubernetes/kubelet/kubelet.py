@@ -58,8 +58,9 @@ class Kubelet:
         self.create_faults: dict[str, str] = {}
         # By pattern of images, what runs where a container names no command.
         self.entrypoints: dict[str, list[str]] = {"*": ["stoker"]}
-        # What the image would bring along.
+        # What every image would bring along, and by pattern of images what some would.
         self.image_environment: dict[str, str] = {}
+        self.image_environments: dict[str, dict[str, str]] = {}
         # Agents are forks of a process that has imported them already; False where their start is to be timed.
         self.forks = True
         # Told of each pod that ends, while what it left in its volumes is still there; on the kubelet's thread.
@@ -280,6 +281,10 @@ class Kubelet:
         image = container["image"]
         return next(each for pattern, each in reversed(self.entrypoints.items()) if fnmatch.fnmatch(image, pattern))
 
+    def environment_of_image(self, image: str) -> dict[str, str]:
+        found = (each for pattern, each in self.image_environments.items() if fnmatch.fnmatch(image, pattern))
+        return {name: value for each in found for name, value in each.items()}
+
     def resolved(self, command: list[str]) -> list[str]:
         """`python` and `stoker` are those of the interpreter that runs the tests."""
         match os.path.basename(command[0]):
@@ -298,6 +303,7 @@ class Kubelet:
             "LANG": "C.UTF-8",
             "HOME": "/tmp",
             **self.image_environment,
+            **self.environment_of_image(container["image"]),
             "HOSTNAME": pod["spec"].get("hostname") or pod["metadata"]["name"],
             "KUBERNETES_SERVICE_HOST": url.hostname or "",
             "KUBERNETES_SERVICE_PORT": str(url.port or 443),

@@ -47,7 +47,9 @@ class Launching:
         root = self._folder / "roots" / f"{container['name']}-{restart}"
         cwd = container.get("workingDir") or "/"
         with _opened(self._kubelet.log_path(pod, container["name"], restart)) as file:
-            mounts, forks = self._mounts(pod, container, address), self._kubelet.forks
+            # What an image of its own kind runs is not what was imported here.
+            forks = self._kubelet.forks and not self._kubelet.environment_of_image(container["image"])
+            mounts = self._mounts(pod, container, address)
             return await processes.start(command, env, cwd, mounts, root, file, forks)
 
     async def _pull(self, pod: Object, container: Object) -> None:
