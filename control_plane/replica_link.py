@@ -8,6 +8,7 @@ requests; whoever listens decides what a loss means.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import Final, Protocol
 
@@ -28,6 +29,8 @@ from function_runtime.protocol import (
     Welcome,
     Work,
 )
+
+logger = logging.getLogger(__name__)
 
 CONNECT_S: Final = STALLED_AFTER_S
 """A replica greets between two engine steps: one that takes longer counts as stalled. Refusal shows at once."""
@@ -59,6 +62,7 @@ class ReplicaLink(asyncio.Protocol):
         self.progress: Progress | None = None
         """The engine's last heartbeat."""
         self.busy = False
+        self._skipped: set[str] = set()
 
     @classmethod
     async def connect(
@@ -76,7 +80,7 @@ class ReplicaLink(asyncio.Protocol):
         try:
             async with asyncio.timeout(connect_s):
                 _, link = await loop.create_connection(lambda: cls(listener, stalled_after_s), host, port)
-                link._send(Hello(token=token, gateway=gateway_id))
+                link._send(Hello(token=token, gateway=gateway_id, version=protocol.PROTOCOL_VERSION))
                 try:
                     link.welcome = await link._welcome
                 except BaseException:
@@ -162,8 +166,13 @@ class ReplicaLink(asyncio.Protocol):
         self._transport = transport  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
+        messages: list[ReplicaMessage] = []
         try:
-            messages = [protocol.decode_replica(body) for body in self._frames.feed(data)]
+            for body in self._frames.feed(data):
+                try:
+                    messages.append(protocol.decode_replica(body))
+                except protocol.UnknownMessage as error:
+                    self._skip(error.tag)
         except protocol.ProtocolError as error:
             self._lose(str(error))
             return
@@ -178,11 +187,17 @@ class ReplicaLink(asyncio.Protocol):
             else:
                 self._listener.link_message(self, message)
 
+    def _skip(self, tag: str) -> None:
+        """A replica of the next version says something that this one need not know."""
+        if tag not in self._skipped:
+            self._skipped.add(tag)
+            logger.info("event=message_skipped replica=%s message=%s", self.replica_id or "-", tag)
+
     def _greeted(self, message: Welcome) -> None:
         if self._welcome.done():
             self._lose("a second welcome")
-        elif message.version != protocol.PROTOCOL_VERSION:
-            self._lose(f"the replica speaks version {message.version}, not {protocol.PROTOCOL_VERSION}")
+        elif not protocol.speaks(message.version):
+            self._lose(f"the replica speaks version {message.version}, this gateway {protocol.PROTOCOL_VERSION}")
         else:
             self.welcome = message  # frames behind it in the same read are already about requests
             self._welcome.set_result(message)

@@ -15,6 +15,7 @@ from function_runtime.protocol import (
     GatewayMessage,
     ProtocolError,
     ReplicaMessage,
+    UnknownMessage,
     decode_gateway,
     encode,
 )
@@ -87,8 +88,14 @@ class GatewayLink:
             self.closed = True
             return []
         self._received_bytes += len(data)
+        messages: list[GatewayMessage] = []
         try:
-            messages = [decode_gateway(body) for body in self._buffer.feed(data)]
+            for body in self._buffer.feed(data):
+                try:
+                    messages.append(decode_gateway(body))
+                except UnknownMessage:
+                    if not self.welcome:
+                        raise  # a gateway of another version greets like all others
         except ProtocolError:
             self.closed = True
             return []

@@ -54,6 +54,7 @@ from function_runtime.protocol import (
     Unknown,
     Welcome,
     Work,
+    speaks,
 )
 from function_runtime.wire import AgentWord, Drain, Ping, Report
 
@@ -295,7 +296,7 @@ class Serving:
     def _greet(self, link: GatewayLink, hello: Hello) -> bool:
         if not hmac.compare_digest(hello.token.encode(), self._token):
             return False
-        if abs(hello.version - PROTOCOL_VERSION) > 1:
+        if not speaks(hello.version):
             return False
         link.welcome, link.gateway = True, hello.gateway
         link.send(
@@ -307,6 +308,7 @@ class Serving:
                 max_requests=self._spec.options.max_requests,
                 max_context_tokens=self._engine.max_context_tokens,
                 running=self._held.listing(),
+                version=PROTOCOL_VERSION,
             )
         )
         return True

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 from control_plane.backends.agent_client import AgentClient
 from control_plane.backends.base import SlotListener, SlotUnavailable
 from control_plane.tasks import end_task
-from function_runtime.protocol import AgentInfo
+from function_runtime.protocol import PROTOCOL_VERSION, AgentInfo, SlotState, speaks
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,15 @@ async def is_refused(host: str, port: int) -> bool:
     except (OSError, TimeoutError):
         pass
     return False
+
+
+def _require_spoken(state: SlotState) -> None:
+    """One version apart is understood: what is not known is ignored."""
+    if not speaks(state.protocol):
+        raise SlotUnavailable(
+            f"its agent speaks version {state.protocol} of the protocol, this control plane {PROTOCOL_VERSION}: "
+            "give slots an image at most one version apart from the control plane's"
+        )
 
 
 class AgentHome(Protocol):
@@ -149,6 +158,7 @@ class SlotLink:
                 logger.info("event=agent_connected slot=%s pid=%d", self.slot_id, info.pid)
                 await self.home.connected(info)
             if event.state is not None:
+                _require_spoken(event.state)
                 listener.slot_state(self.slot_id, event.state)
             if event.replica is not None:
                 listener.replica_changed(self.slot_id, event.replica)

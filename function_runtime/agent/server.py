@@ -35,11 +35,11 @@ POOL_BYTES: Final = "/v1/pool/{key}/bytes"
 T = TypeVar("T")
 
 
-class WarmTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class WarmTarget(msgspec.Struct, frozen=True):
     workers: int
 
 
-class PoolWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PoolWish(msgspec.Struct, frozen=True):
     manifest_path: str
     dtype: str
     peers: tuple[Peer, ...] = ()
@@ -49,13 +49,15 @@ class PoolWish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """As in `ReplicaSpec`."""
 
 
-class PoolForecast(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PoolForecast(msgspec.Struct, frozen=True):
     chances: dict[str, float]
     """By checkpoint identity."""
     holds_s: float
 
 
 class Shutdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """NOTE: a condition that is not known is refused, and not passed over: a slot ended in spite of it is no slot."""
+
     grace_s: float = 10.0
     if_idle: bool = False
     """Refused while there is a replica, whatever state it is in; once it is not, none is started any more."""

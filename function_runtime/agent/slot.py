@@ -32,7 +32,14 @@ from function_runtime.agent.replica import Replica
 from function_runtime.agent.worker_process import WorkerProcess
 from function_runtime.agent.workers import STUB, Workers
 from function_runtime.errors import LoadError, SlotError, SpecError, WorkerLost
-from function_runtime.protocol import ReplicaSpec, ReplicaState, ReplicaStatus, SlotEvent, SlotState
+from function_runtime.protocol import (
+    PROTOCOL_VERSION,
+    ReplicaSpec,
+    ReplicaState,
+    ReplicaStatus,
+    SlotEvent,
+    SlotState,
+)
 from function_runtime.wire import Drain, LoadFailed, Prepared, Specialise
 from model_loader.errors import LoaderError
 from model_loader.load_order import LoadOutcome
@@ -358,6 +365,7 @@ class Slot:
             loads=self.pool.loads,
             devices=self._device_states,
             terminating=self.closing,
+            protocol=PROTOCOL_VERSION,
         )
 
     def _replica_changed(self, replica: Replica) -> None:

@@ -32,10 +32,12 @@ from function_runtime.protocol.frames import (
     Submit,
     Tokens,
     Unknown,
+    UnknownMessage,
     Welcome,
     decode_gateway,
     decode_replica,
     encode,
+    speaks,
 )
 from function_runtime.protocol.request import (
     Begun,
@@ -128,6 +130,7 @@ __all__ = [
     "TokenLogprob",
     "Tokens",
     "Unknown",
+    "UnknownMessage",
     "Value",
     "Welcome",
     "Work",
@@ -136,5 +139,6 @@ __all__ = [
     "decode_replica",
     "encode",
     "peer_token",
+    "speaks",
     "token_hash",
 ]

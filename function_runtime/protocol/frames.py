@@ -1,20 +1,22 @@
 """Gateway <-> replica: one TCP connection with length-prefixed msgpack frames, `Hello` first.
 
 Every message about a request names the request and its epoch, and either side drops what carries an older epoch than
-the one it knows. Limits: a frame holds at most `MAX_FRAME_BYTES`; unknown message tags are errors, unknown fields are
-ignored, so that versions one apart can talk.
+the one it knows. Versions one apart talk: both say theirs, unknown fields are ignored and unknown messages skipped. So
+a field or a message that changes an answer is used only where the other side has said the version that knows it.
+Limits: a frame holds at most `MAX_FRAME_BYTES`; what is further apart is refused at the greeting.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, get_args
 
 import msgspec
 
 from function_runtime.protocol.request import Begun, DeviceTime, KvChunk, ReplicaTime, TokenEvent, Work
 
 PROTOCOL_VERSION: Final = 1
+"""Raised when one side has to know what the other knows; not for a field that may be ignored."""
 MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
 HEARTBEAT_S: Final = 0.25
 """A replica sends `Progress` at least this often while it has work, and once a second while idle."""
@@ -32,7 +34,8 @@ class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, array_l
 class Hello(Message, frozen=True):
     token: str
     gateway: str
-    version: int = PROTOCOL_VERSION
+    version: int = 1
+    """Said by who greets. NOTE: what is a default is not sent, so it has to stay that of the first version."""
 
 
 class Submit(Message, frozen=True):
@@ -99,7 +102,8 @@ class Welcome(Message, frozen=True):
     max_context_tokens: int
     running: tuple[tuple[str, int], ...] = ()
     """(request_id, epoch) of the requests this replica holds."""
-    version: int = PROTOCOL_VERSION
+    version: int = 1
+    """As in `Hello`."""
 
 
 class Accepted(Message, frozen=True):
@@ -257,10 +261,32 @@ _LENGTH: Final = struct.Struct(">I")
 _encoder = msgspec.msgpack.Encoder()
 _gateway_decoder = msgspec.msgpack.Decoder(GatewayMessage)
 _replica_decoder = msgspec.msgpack.Decoder(ReplicaMessage)
+_gateway_tags: Final = frozenset(each.__name__ for each in get_args(GatewayMessage))
+_replica_tags: Final = frozenset(each.__name__ for each in get_args(ReplicaMessage))
+
+
+class _Tagged(msgspec.Struct):
+    type: str
+
+
+_tag_decoder = msgspec.msgpack.Decoder(_Tagged)
 
 
 class ProtocolError(Exception):
     """A peer sent what is not a frame of this protocol; the connection is of no further use."""
+
+
+class UnknownMessage(ProtocolError):
+    """A frame of this protocol with a message that another version knows: to be skipped."""
+
+    def __init__(self, tag: str) -> None:
+        super().__init__(f"no message of this version is called {tag}")
+        self.tag = tag
+
+
+def speaks(version: int) -> bool:
+    """Whether this version and that one understand each other."""
+    return abs(version - PROTOCOL_VERSION) <= 1
 
 
 def encode(message: Message) -> bytes:
@@ -275,14 +301,22 @@ def decode_gateway(body: bytes | memoryview) -> GatewayMessage:
     try:
         return _gateway_decoder.decode(body)
     except msgspec.MsgspecError as error:
-        raise ProtocolError(f"not a gateway message: {error}") from error
+        raise _fault(body, _gateway_tags, f"not a gateway message: {error}") from error
 
 
 def decode_replica(body: bytes | memoryview) -> ReplicaMessage:
     try:
         return _replica_decoder.decode(body)
     except msgspec.MsgspecError as error:
-        raise ProtocolError(f"not a replica message: {error}") from error
+        raise _fault(body, _replica_tags, f"not a replica message: {error}") from error
+
+
+def _fault(body: bytes | memoryview, known: frozenset[str], words: str) -> ProtocolError:
+    try:
+        tag = _tag_decoder.decode(body).type
+    except msgspec.MsgspecError:
+        return ProtocolError(words)
+    return ProtocolError(words) if tag in known else UnknownMessage(tag)
 
 
 class FrameBuffer:

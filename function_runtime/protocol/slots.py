@@ -1,7 +1,8 @@
 """Control plane <-> agent: JSON over HTTP with a bearer token. What a replica is to be, what became of it, and a slot's
 state.
 
-Limits: values only; unknown fields are ignored, so that versions one apart can talk.
+Versions one apart talk: unknown fields are ignored, so that one that must not be is sent only to an agent whose state
+says a version that knows it. Limits: values only; a state that the other does not know cannot be said.
 """
 
 from __future__ import annotations
@@ -231,6 +232,8 @@ class SlotState(Value, frozen=True):
     """Empty: an agent that does not tell yet."""
     terminating: bool = False
     """The slot is going away: it takes nothing new, what runs finishes or is parked within its grace, then it ends."""
+    protocol: int = 1
+    """Version of these structures and of the frames that its agent speaks; 1 where it does not say."""
 
 
 class SlotEvent(Value, frozen=True):

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator
+from typing import Any
 
+import msgspec
 import pytest
 
 from control_plane.replica_link import LinkError, ReplicaLink
-from function_runtime.protocol import EngineOptions, ReplicaMessage, ReplicaSpec, Sampling, Tokens, Work
+from function_runtime.protocol import (
+    PROTOCOL_VERSION,
+    EngineOptions,
+    ReplicaMessage,
+    ReplicaSpec,
+    Sampling,
+    Tokens,
+    Work,
+)
 from tests.control_plane.gateway.conftest import until
 from tests.control_plane.gateway.fakes import Behaviour, FakeReplica
 
@@ -88,6 +99,42 @@ async def test_who_does_not_greet_is_not_there() -> None:
     server.close()
     with pytest.raises(LinkError, match="cannot connect"):
         await ReplicaLink.connect("127.0.0.1", port, "t", "gw-1", Ear())
+
+
+async def greeting(*said: dict[str, Any]) -> asyncio.Server:
+    """A replica that says these things to whoever connects."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for each in said:
+            body = msgspec.msgpack.encode(each)
+            writer.write(struct.pack(">I", len(body)) + body)
+        await reader.read()
+        writer.close()
+
+    return await asyncio.start_server(serve, "127.0.0.1", 0)
+
+
+WELCOME = {"type": "Welcome", "replica_id": "rep-1", "function": "fn", "revision": 1, "identity": "id",
+           "max_requests": 1, "max_context_tokens": 1, "later": True}  # fmt: skip
+
+
+async def test_a_replica_one_version_on_is_heard_and_what_only_it_knows_is_skipped() -> None:
+    later = {"type": "Weather", "request_id": "r"}
+    unknown = {"type": "Unknown", "request_id": "r", "epoch": 1}
+    server = await greeting({**WELCOME, "version": PROTOCOL_VERSION + 1}, later, unknown, later, unknown)
+    ear = Ear()
+    link = await ReplicaLink.connect("127.0.0.1", server.sockets[0].getsockname()[1], "t", "gw-1", ear)
+    await until(lambda: len(ear.messages) == 2)
+    assert ear.losses == [] and {type(each).__name__ for each in ear.messages} == {"Unknown"}
+    link.close()
+    server.close()
+
+
+async def test_a_replica_further_apart_is_refused_with_both_versions() -> None:
+    server = await greeting({**WELCOME, "version": PROTOCOL_VERSION + 2})
+    with pytest.raises(LinkError, match=f"speaks version {PROTOCOL_VERSION + 2}, this gateway {PROTOCOL_VERSION}"):
+        await ReplicaLink.connect("127.0.0.1", server.sockets[0].getsockname()[1], "t", "gw-1", Ear())
+    server.close()
 
 
 async def test_what_is_no_frame_ends_the_link() -> None:

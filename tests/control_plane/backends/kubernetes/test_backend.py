@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 import pytest_asyncio
 
@@ -28,7 +29,7 @@ from tests.control_plane.backends.kubernetes.fake_cluster import (
     running,
     slot_pool,
 )
-from tests.control_plane.backends.town import Listener, Machine, until
+from tests.control_plane.backends.town import Agent, Listener, Machine, until
 
 KEY = ("default", "f")
 QUOTA = ApiRefused(403, "Forbidden", 'pods "x" is forbidden: exceeded quota: gpus, requested: 1, used: 2, limited: 2')
@@ -429,6 +430,23 @@ async def test_slots_of_a_pool_take_different_seats(town: Town) -> None:
     await until(lambda: len(town.listener.slots) == 4)
     seats = [pod["metadata"]["labels"]["stoker.dev/seat"] for pod in town.api.objects["pods"].values()]
     assert sorted(seats) == ["0", "0", "1", "1"]
+
+
+async def test_an_agent_that_speaks_another_language_is_said_and_given_up_after_its_budget(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image of slots that is too far from the control plane's."""
+    whole = Agent.state.fget
+    monkeypatch.setattr(Agent, "state", property(lambda agent: msgspec.structs.replace(whole(agent), protocol=9)))
+    await town.start()
+    name = await town.one()
+    await until(lambda: "speaks version 9" in town.backend.words(town.class_name))
+    assert name not in town.listener.slots and town.backend.progress[name].seen.phase is Phase.STARTING
+    town.later(200.0)
+    await town.tending.look()
+    await until(lambda: town.pods == [])
+    ((_, words),) = town.failed
+    assert "at most one version apart" in words and "given up after 180 s" in words
 
 
 async def test_other_gateways_see_the_same_slots_and_write_nothing(town: Town) -> None:
