@@ -164,6 +164,11 @@ class Fleet:
 
     # --- commands ---
 
+    async def renew_store(self, slot_id: str) -> None:
+        """Newer tokens of the object store for what runs there. Raises SlotUnavailable."""
+        if specs := [status.spec for status in self.on(slot_id)]:
+            await self._backend.renew_store(slot_id, specs)
+
     def place(self, spec: ReplicaSpec, *, count: int = 1, waiting: int = 0) -> Placement | None:
         """The slot where a new replica would be ready soonest; those that were only just asked for count. Where others
         have to go for it, they are told to, and there is no room until they have."""
@@ -405,6 +410,7 @@ def new_replica_spec(
     env: dict[str, str],
     kv_store: str,
     start_timeout_s: float,
+    shares_kv: bool = False,
 ) -> ReplicaSpec:
     return ReplicaSpec(
         replica_id="rep-" + secrets.token_hex(6),
@@ -417,6 +423,7 @@ def new_replica_spec(
         env=env,
         kv_store=kv_store,
         start_timeout_s=start_timeout_s,
+        shares_kv=shares_kv,
     )
 
 

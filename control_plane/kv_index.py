@@ -211,6 +211,15 @@ class KvIndex:
         rows = await self._database.read(run)
         return str(rows[0][0]) if len(rows) == 1 else None
 
+    async def owner_of(self, pack: str) -> str | None:
+        """The tenant whose quota a pack counts against; None: the index does not have it."""
+
+        def run(connection: Connection) -> list[Any]:
+            return connection.execute("SELECT tenant FROM kv_packs WHERE pack = :pack", {"pack": pack}).fetchall()
+
+        rows = await self._database.read(run)
+        return str(rows[0][0]) if rows else None
+
     async def chunks_of(self, pack: str) -> list[KvChunk]:
         def run(connection: Connection) -> list[Any]:
             return connection.execute(_CHUNKS_OF_PACK, {"pack": pack}).fetchall()

@@ -17,6 +17,7 @@ from control_plane.gateway.parsing import RenderOptions
 from control_plane.readers import Readers
 from control_plane.records import Outcome, OutcomeError, RequestState, StageTimes
 from control_plane.request_log import End, RequestLog
+from control_plane.store_tokens import place_of
 from control_plane.trace_context import TraceSeed
 from function_runtime.protocol import (
     Begun,
@@ -284,6 +285,7 @@ class LiveRequest:
             tenant=origin.tenant,
             kv_scope=origin.kv_scope,
             kv_key=origin.kv_key,
+            kv_place=place_of(origin.kv_owner or origin.tenant),
             prompt=origin.prompt,
             sampling=origin.sampling,
             produced=tuple(self.log.events),

@@ -205,6 +205,7 @@ class Starting:
                 env=environment,
                 kv_store="" if revision.spec.durability == "off" else self._settings.store_uri,
                 start_timeout_s=revision.spec.timeouts.cold_start_s,
+                shares_kv=revision.spec.share_prefixes == "all",
             )
             waiting = decision.inputs.get("waiting") if decision is not None else 1
             placement = self._fleet.place(spec, count=left, waiting=int(waiting or 0))

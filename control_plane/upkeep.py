@@ -15,6 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final
 
+from control_plane.backends.base import SlotUnavailable
 from control_plane.context import AppContext
 from control_plane.database import Connection, Database
 from control_plane.errors import StokerError
@@ -24,6 +25,7 @@ from control_plane.moving import LOOK_S as MOVES_S
 from control_plane.predicted import LOOK_S as PREDICTED_S
 from control_plane.preloading import TELL_S, Preloading
 from control_plane.slot_scaling import LOOK_S as SLOTS_S
+from control_plane.store_tokens import RENEW_S
 from function_runtime.protocol import EngineOptions, ReplicaSpec, ReplicaState, ReplicaStatus, ReplicaTime
 
 logger = logging.getLogger(__name__)
@@ -106,6 +108,7 @@ class Upkeep:
             ("preload", TELL_S, Preloading(context).look),
             ("keep_load", KEEP_S, self._keep_load),
             ("forecast", FORECAST_S, self._forecast),
+            ("store_tokens", RENEW_S, self._renew_store_tokens),
         ):
             self._spawn(self._every(name, pause_s, work))
         self._spawn(context.gateways.run())
@@ -156,6 +159,15 @@ class Upkeep:
     async def _forecast(self) -> None:
         if self._context.loop.leads:
             await self._context.loop.forecasting.look()
+
+    async def _renew_store_tokens(self) -> None:
+        """Each gateway does: whichever reaches a slot."""
+        fleet = self._context.fleet
+        for slot_id in list(fleet.slots):
+            try:
+                await fleet.renew_store(slot_id)
+            except SlotUnavailable as error:
+                logger.warning("event=store_tokens_not_renewed slot=%s error=%s", slot_id, error)
 
     async def _keep_shares(self) -> None:
         shares, gateways = self._context.queue_shares, self._context.gateways

@@ -10,6 +10,7 @@ Limits: a step is not interrupted, so a cancellation or a drain waits for the st
 from __future__ import annotations
 
 import hmac
+import os
 import select
 import selectors
 import signal
@@ -56,7 +57,8 @@ from function_runtime.protocol import (
     Work,
     speaks,
 )
-from function_runtime.wire import AgentWord, Drain, Ping, Report
+from function_runtime.wire import AgentWord, Drain, Ping, Report, StoreToken
+from model_loader.objects.location import TOKEN_VARIABLE
 
 _BUSY_BEAT_NS: Final = int(HEARTBEAT_S / 2 * 1e9)
 _IDLE_BEAT_NS: Final = 1_000_000_000
@@ -445,6 +447,8 @@ class Serving:
             case Ping(lease_s=lease_s):
                 self._lease_ns = int(lease_s * 1e9)
                 self._last_ping_ns = time.monotonic_ns()
+            case StoreToken(token=token):
+                os.environ[TOKEN_VARIABLE] = token
             case Drain(grace_s=grace_s):
                 self._drain_until_ns = time.monotonic_ns() + int(grace_s * 1e9)
                 if self._drain is None:

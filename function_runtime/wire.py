@@ -63,7 +63,13 @@ class Drain(Word, frozen=True):
     reason: str
 
 
-AgentWord: TypeAlias = MapAhead | Specialise | Prepared | Ping | Drain
+class StoreToken(Word, frozen=True):
+    """A newer one for the object store; only told to a replica that serves."""
+
+    token: str
+
+
+AgentWord: TypeAlias = MapAhead | Specialise | Prepared | Ping | Drain | StoreToken
 
 
 # --- worker -> agent ---------------------------------------------------------------------------------------------

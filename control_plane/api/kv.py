@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from control_plane.context import AppContext
 
 SHOWN_MAX: Final = 1000
-_NAME: Final = re.compile(r"(kv/packs/[0-9a-f]{2}/)?[0-9a-f]{4,64}")
+_NAME: Final = re.compile(r"(kv/packs/([0-9a-f]{16}/)?[0-9a-f]{2}/)?[0-9a-f]{4,64}")
 
 
 class VerifyBody(msgspec.Struct, forbid_unknown_fields=True):

@@ -106,6 +106,10 @@ class AgentClient:
         body: dict[str, Any] = {"manifest_path": manifest_path, "dtype": dtype, "peers": peers, **elsewhere}
         await self._call("POST", "/v1/pool/warm", msgspec.json.encode(body), timeout_s=600.0)
 
+    async def renew_store(self, tokens: Mapping[str, str]) -> None:
+        """By replica."""
+        await self._call("POST", "/v1/store-tokens", msgspec.json.encode({"tokens": tokens}))
+
     async def evict_pool(self, key: str) -> None:
         await self._call("DELETE", f"/v1/pool/{quote(key, safe='')}")
 

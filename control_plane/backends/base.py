@@ -133,6 +133,9 @@ class Backend(Protocol):
     async def warm_pool(self, slot_id: str, manifest_path: str, dtype: str, peers: Sequence[Peer] = ()) -> None:
         """Prepare a checkpoint before anyone needs it, or take the form from one of the peers."""
 
+    async def renew_store(self, slot_id: str, specs: Sequence[ReplicaSpec]) -> None:
+        """Newer tokens of the object store for these replicas there. Raises SlotUnavailable."""
+
     async def evict_pool(self, slot_id: str, key: str) -> None:
         """Let a prepared form go that nobody uses. Raises SlotUnavailable; SlotRefused where there is none."""
 

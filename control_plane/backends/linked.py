@@ -147,7 +147,8 @@ class LinkedSlots:
             await agent.warm_pool(manifest_path, dtype, peers)
             return
         packed = await self._packed(files, manifest_path)
-        identity, token, reach = packed.manifest.identity, files.token(slot_id), self._in_reach(peers)
+        identity, reach = packed.manifest.identity, self._in_reach(peers)
+        token = files.token(slot_id, "", identity)  # for nobody yet
 
         async def warm() -> None:
             await agent.warm_pool(
@@ -155,6 +156,17 @@ class LinkedSlots:
             )
 
         await self._with_manifest(agent, packed, warm)
+
+    async def renew_store(self, slot_id: str, specs: Sequence[ReplicaSpec]) -> None:
+        """Newer tokens for what runs at a slot, before the ones it has run out. Raises SlotUnavailable."""
+        files = self.files
+        if files is None or self._shares_files(slot_id):
+            return
+        tokens = {
+            spec.replica_id: files.token(slot_id, spec.tenant, spec.identity, shares=spec.shares_kv) for spec in specs
+        }
+        if any(tokens.values()):
+            await self._agent(slot_id).renew_store(tokens)
 
     async def evict_pool(self, slot_id: str, key: str) -> None:
         await self._agent(slot_id).evict_pool(key)

@@ -1,10 +1,10 @@
 """What slots that share no folder with this control plane are given instead: manifests, a store, files by store.
 
 A spec is fitted to the slot it goes to: a path means something only where the folder is shared, a `file:` store is
-reached over HTTP from elsewhere, with the slot's own token. Files of checkpoints that lie on this machine only are
-served as objects of that store, or put into the bucket that slots read. Where several gateways share a store and no
-folder of models, everything lies in the store, the manifest for the other gateways, too. Limits: where slots reach none
-of it, such a checkpoint is refused, in words.
+reached over HTTP from elsewhere, with a token for this work at this slot. Files of checkpoints that lie on this machine
+only are served as objects of that store, or put into the bucket that slots read. Where several gateways share a store
+and no folder of models, everything lies in the store, the manifest for the other gateways, too. Limits: where slots
+reach none of it, such a checkpoint is refused, in words.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ class SlotFiles:
             store = self._store if spec.kv_store else ""
             return msgspec.structs.replace(spec, manifest_sha256="", kv_store=store, store_token="")
         store = self._slots_store if spec.kv_store else ""
-        return msgspec.structs.replace(
-            spec, manifest_sha256=manifest_sha256, kv_store=store, store_token=self.token(slot_id)
-        )
+        token = self.token(slot_id, spec.tenant, spec.identity, shares=spec.shares_kv)
+        return msgspec.structs.replace(spec, manifest_sha256=manifest_sha256, kv_store=store, store_token=token)
 
-    def token(self, slot_id: str) -> str:
+    def token(self, slot_id: str, tenant: str, identity: str, *, shares: bool = False) -> str:
         """Empty where slots ask a bucket, with credentials of their own."""
-        return self.tokens.of(slot_id) if self._slots_store.startswith(SERVED) else ""
+        served = self._slots_store.startswith(SERVED)
+        return self.tokens.of(slot_id, tenant, identity, shares=shares) if served else ""
 
     # --- in threads ---
 

@@ -24,7 +24,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from control_plane.context import CONTEXT, AppContext
 from control_plane.errors import Forbidden, InvalidRequest, StokerError, Unauthenticated, Unavailable
 from control_plane.gateway.internal import is_internal
-from control_plane.store_tokens import CHECKPOINTS, EVERYTHING, OF_A_SLOT, StoreScope
+from control_plane.store_tokens import CHECKPOINTS, EVERYTHING, StoreScope, is_placeless
 from model_loader.errors import LoaderError, MissingObject, OutOfSpace, ShortObject, StoreRefused
 from model_loader.objects import DirectoryStore, check_key
 from model_loader.objects.directory import ObjectWriter
@@ -41,17 +41,20 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class StoreServer:
-    """`scope_of` says what a request's token opens (and raises); `opened` gives the store, called in a thread."""
+    """`scope_of` says what a request's token opens (and raises); `opened` gives the store, called in a thread;
+    `owner_of` says whose a pack is whose name does not."""
 
     def __init__(
         self,
         opened: Callable[[], DirectoryStore],
         scope_of: Callable[[web.Request], StoreScope],
         checkpoint_file: Callable[[str, int], Path],
+        owner_of: Callable[[str], Awaitable[str | None]] | None = None,
     ) -> None:
         self._opened = opened
         self._scope_of = scope_of
         self._checkpoint_file = checkpoint_file
+        self._owner_of = owner_of
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="store")
 
     def routes(self) -> list[web.RouteDef]:
@@ -64,10 +67,16 @@ class StoreServer:
 
     async def read(self, request: web.Request) -> web.StreamResponse:
         key = check_key(request.match_info["key"])
-        if not self._scope_of(request).may_read(key):
-            raise Forbidden(f"this token does not read {key}")
+        scope = self._scope_of(request)
+        if not scope.may_read(key) and not await self._owns(scope, key):
+            raise Forbidden(f"{scope.whose} does not read {key}")
         path = await self._run(lambda: self._readable(key))
         return web.FileResponse(path, chunk_size=PIECE_BYTES, headers={STORE_HEADER: "1"})
+
+    async def _owns(self, scope: StoreScope, key: str) -> bool:
+        if self._owner_of is None or not scope.owners or not is_placeless(key):
+            return False
+        return await self._owner_of(key) in scope.owners
 
     def _readable(self, key: str) -> Path:
         if key.startswith(CHECKPOINTS):
@@ -90,8 +99,9 @@ class StoreServer:
 
     async def write(self, request: web.Request) -> web.StreamResponse:
         key = check_key(request.match_info["key"])
-        if not self._scope_of(request).may_write(key):
-            raise Forbidden(f"this token does not write {key}")
+        scope = self._scope_of(request)
+        if not scope.may_write(key):
+            raise Forbidden(f"{scope.whose} does not write {key}")
         expected, told_crc = request.content_length, request.headers.get(CRC_HEADER, "")
         if expected is None or not told_crc.isdigit():
             raise InvalidRequest(f"an object is written with Content-Length and {CRC_HEADER}")
@@ -128,16 +138,18 @@ class StoreServer:
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
         key = check_key(request.match_info["key"])
-        if not self._scope_of(request).may_write(key):
-            raise Forbidden(f"this token does not write {key}")
+        scope = self._scope_of(request)
+        if not scope.may_write(key):
+            raise Forbidden(f"{scope.whose} does not write {key}")
         await self._run(lambda: self._opened().delete(key))
         return web.Response(status=204, headers={STORE_HEADER: "1"})
 
     async def list(self, request: web.Request) -> web.StreamResponse:
         prefix, after = request.query.get("prefix", ""), request.query.get("after", "")
         limit = request.query.get("limit", str(MOST_LISTED))
-        if not self._scope_of(request).may_read(prefix):
-            raise Forbidden(f"this token does not list {prefix!r}")
+        scope = self._scope_of(request)
+        if not scope.may_read(prefix):
+            raise Forbidden(f"{scope.whose} does not list {prefix!r}")
         if not limit.isascii() or not limit.isdigit() or not 0 < int(limit) <= MOST_LISTED:
             raise InvalidRequest(f"limit is a number from 1 to {MOST_LISTED}", param="limit")
 
@@ -216,18 +228,26 @@ def routes(context: AppContext) -> list[web.RouteDef]:
             raise StoreRefused(f"this installation's objects are in {store.uri}: ask there")
         return store
 
-    return StoreServer(opened, scope_of, context.slot_files.checkpoint_file).routes()
+    return StoreServer(opened, scope_of, context.slot_files.checkpoint_file, context.kv_index.owner_of).routes()
 
 
 def scope_of(request: web.Request) -> StoreScope:
     context = request.app[CONTEXT]
     if is_internal(context, request):
         return EVERYTHING
-    token = request.headers.get("Authorization", "").removeprefix("Bearer ")
-    slot_id = context.slot_files.tokens.slot_of(token)
-    if slot_id is None:
+    tokens = context.slot_files.tokens
+    claims = tokens.read(request.headers.get("Authorization", "").removeprefix("Bearer "))
+    if claims is None:
         raise Unauthenticated("the token of a slot of this installation is required")
+    slot_id, tenant = claims.slot_id, claims.tenant
+    if tokens.has_run_out(claims):
+        raise Unauthenticated(f"the token of {slot_id[:80]} has run out: its agent is sent a newer one", code="expired")
     if not context.fleet.knows(slot_id):
         # Not yet, after a start of ours; or not any more.
         raise Unavailable(f"the slot {slot_id[:80]} is not known here", code="slot_unknown", retry_after_s=1.0)
-    return OF_A_SLOT
+    if tenant and all(status.spec.tenant != tenant for status in context.fleet.on(slot_id)):
+        # Likewise: another gateway may have begun it just now.
+        raise Unavailable(
+            f"nothing of tenant {tenant[:80]} runs at {slot_id[:80]}", code="tenant_not_there", retry_after_s=1.0
+        )
+    return claims.scope

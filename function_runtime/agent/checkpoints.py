@@ -36,7 +36,7 @@ class Checkpoints(Protocol):
         """Of the process that waits for the next load; 0: none does."""
         ...
 
-    def use_store(self, token: str) -> None:
+    def use_store(self, token: str, manifest_path: str) -> None:
         """What a control plane's object store is read with from now on."""
         ...
 

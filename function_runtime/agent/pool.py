@@ -34,6 +34,8 @@ from model_loader.pool_room import default_budget
 from model_loader.pool_state import EntryState
 from model_loader.ranges.peer import PeerAddress
 
+MOST_TOKENS: Final = 1024
+"""Of the object store, of the checkpoints that were asked for last."""
 _HALF_TYPES: Final = ("float16", "bfloat16")
 
 
@@ -71,7 +73,8 @@ class Pool:
         self._loaders = Loaders(children, directory)
         self._tiers = tiers
         self._keeping: dict[str, asyncio.Task[None]] = {}
-        self._store_token = ""
+        self._store_tokens: dict[str, str] = {}
+        """By manifest: each opens what is of its checkpoint."""
         self.loads = LoadTotals()
         self._on_change = on_change
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -83,8 +86,11 @@ class Pool:
     def loader_pid(self) -> int:
         return self._loaders.waiting_pid
 
-    def use_store(self, token: str) -> None:
-        self._store_token = token
+    def use_store(self, token: str, manifest_path: str) -> None:
+        self._store_tokens.pop(manifest_path, None)
+        self._store_tokens[manifest_path] = token
+        while len(self._store_tokens) > MOST_TOKENS:
+            del self._store_tokens[next(iter(self._store_tokens))]
 
     async def open(self) -> None:
         self._scan = asyncio.create_task(self._pool.scan())
@@ -261,7 +267,7 @@ class Pool:
             disk=str(self._tiers.disk or ""),
             disk_bytes=self._tiers.disk_bytes,
             store=self._tiers.store,
-            store_token=self._store_token,
+            store_token=self._store_tokens.get(str(order.manifest_path), ""),
         )
 
 

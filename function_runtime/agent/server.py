@@ -49,6 +49,11 @@ class PoolWish(msgspec.Struct, frozen=True):
     """As in `ReplicaSpec`."""
 
 
+class NewStoreTokens(msgspec.Struct, frozen=True):
+    tokens: dict[str, str]
+    """By replica; those of replicas that are no more mean nothing."""
+
+
 class PoolForecast(msgspec.Struct, frozen=True):
     chances: dict[str, float]
     """By checkpoint identity."""
@@ -90,6 +95,7 @@ class AgentServer:
             web.get("/v1/events", self.stream_events),
             web.post("/v1/warm", self.set_warm),
             web.post("/v1/pool/warm", self.warm_pool),
+            web.post("/v1/store-tokens", self.renew_store),
             web.post("/v1/pool/forecast", self.expect),
             web.get(POOL_ENTRY, self.read_entry),
             web.get(POOL_BYTES, self.read_bytes),
@@ -188,9 +194,13 @@ class AgentServer:
         if wish.manifest_sha256:
             path = str(self._slot.manifests.find(wish.identity, wish.manifest_sha256))
         if wish.store_token:
-            self._slot.pool.use_store(wish.store_token)
+            self._slot.pool.use_store(wish.store_token, path)
         checkpoint = await self._slot.pool.warm(path, wish.dtype, wish.peers)
         return _json({"path": checkpoint.path, "tier": checkpoint.tier, "nbytes": checkpoint.nbytes})
+
+    async def renew_store(self, request: web.Request) -> web.Response:
+        given = await _body(request, NewStoreTokens)
+        return _json({"taken": self._slot.renew_store(given.tokens)})
 
     async def expect(self, request: web.Request) -> web.Response:
         forecast = await _body(request, PoolForecast)

@@ -14,7 +14,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -40,7 +40,7 @@ from function_runtime.protocol import (
     SlotEvent,
     SlotState,
 )
-from function_runtime.wire import Drain, LoadFailed, Prepared, Specialise
+from function_runtime.wire import Drain, LoadFailed, Prepared, Specialise, StoreToken
 from model_loader.errors import LoaderError
 from model_loader.load_order import LoadOutcome
 
@@ -118,11 +118,24 @@ class Slot:
         here = self._with_own_manifest(spec)
         replica = Replica(spec, secrets.token_urlsafe(32), self._replica_changed, self._address.advertised, here)
         if spec.store_token:
-            self.pool.use_store(spec.store_token)
+            self.pool.use_store(spec.store_token, here.manifest_path)
         self._replicas[replica.id] = replica
         self._tasks[replica.id] = asyncio.create_task(self._live(replica), name=f"replica {replica.id}")
         replica.changed()
         return replica.status()
+
+    def renew_store(self, tokens: Mapping[str, str]) -> int:
+        """Replicas that run go on with these; how many there were."""
+        taken = 0
+        for replica_id, token in tokens.items():
+            replica = self._replicas.get(replica_id)
+            if replica is None or replica.is_final:
+                continue
+            self.pool.use_store(token, replica.here.manifest_path)
+            if replica.state in (ReplicaState.READY, ReplicaState.DRAINING) and replica.worker is not None:
+                replica.worker.say(StoreToken(token=token))
+                taken += 1
+        return taken
 
     def _with_own_manifest(self, spec: ReplicaSpec) -> ReplicaSpec:
         if not spec.manifest_sha256:

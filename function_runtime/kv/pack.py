@@ -48,16 +48,20 @@ class Pack:
     """What to write, in order."""
 
 
-def pack_key(header: bytes) -> str:
-    name = hashlib.sha256(header).hexdigest()
-    return f"{PREFIX}{name[:2]}/{name}"
+def pack_name(header: bytes) -> str:
+    return hashlib.sha256(header).hexdigest()
+
+
+def pack_key(name: str, place: str = "") -> str:
+    """`place`: the folder of whoever owns it."""
+    return f"{PREFIX}{f'{place}/' if place else ''}{name[:2]}/{name}"
 
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def build_pack(chunks: Sequence[tuple[bytes, EncodedChunk]]) -> Pack:
+def build_pack(chunks: Sequence[tuple[bytes, EncodedChunk]], place: str = "") -> Pack:
     """From (chain, chunk) pairs, salted as no other."""
     if not 0 < len(chunks) <= MAX_CHUNKS:
         raise KvError(f"a pack of {len(chunks)} chunks")
@@ -73,7 +77,7 @@ def build_pack(chunks: Sequence[tuple[bytes, EncodedChunk]]) -> Pack:
     header += b"".join(_ENTRY.pack(bytes.fromhex(e.digest), e.chain, e.offset, e.nbytes) for e in entries)
     header += _CRC.pack(crc32c(header))
     header = header.ljust(header_bytes, b"\0")
-    return Pack(pack_key(header), tuple(entries), (header, *parts))
+    return Pack(pack_key(pack_name(header), place), tuple(entries), (header, *parts))
 
 
 def _header_nbytes(version: int, count: int) -> int:
@@ -90,7 +94,7 @@ def read_entries(store: ObjectStore, key: str) -> tuple[PackEntry, ...]:
     if magic != MAGIC or not 1 <= version <= VERSION or not 0 < count <= MAX_CHUNKS:
         raise KvError(f"{key} is no pack of a version from 1 to {VERSION}")
     header = store.get(key, 0, _header_nbytes(version, count))
-    if pack_key(header) != key:
+    if pack_name(header) != key.rpartition("/")[2]:
         raise KvError(f"the header of {key} does not have its name")
     begin = _entries_at(version)
     table = header[begin : begin + count * _ENTRY.size]

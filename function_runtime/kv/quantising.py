@@ -109,7 +109,7 @@ class Quantising:
                 return
             if not writer.wait_for_room(len(data), ROOM_S):
                 return
-            writer.put(Pending(owner, 0, source.lossy, data, is_wanted, owner.written.seal))
+            writer.put(Pending(owner, 0, source.lossy, data, is_wanted, owner.written.seal, owner.written.place))
 
     @staticmethod
     def _read(owner: Quantised, source: Source, store: ObjectStore) -> memoryview:

@@ -284,7 +284,7 @@ class DurableKv:
         self._copies[copy.key] = copy
         if choice == 0:
             written.waiting[start] = copy
-        self._writer.put(Pending(copy, choice, head, data, lambda: self._may_write(copy), written.seal))
+        self._writer.put(Pending(copy, choice, head, data, lambda: self._may_write(copy), written.seal, written.place))
 
     def _told(self, told: Told, dropped: str) -> None:
         """From the writer's thread, all of a pack at once."""

@@ -46,6 +46,8 @@ class Pending:
     """Asked before it is stored; what nobody wants any more is dropped, and its owner told without a reason."""
     seal: ChunkSeal = CLEAR
     """What the scope's chunks are sealed with at rest; the same for everything of a scope."""
+    place: str = ""
+    """Folder of the scope's packs."""
     queued_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -245,7 +247,7 @@ class KvWriter:
         wanted, encoded = self._encode([pending for pending, is_wanted in asked if is_wanted])
         if not wanted:
             return 0
-        pack = build_pack([(p.head.chain, chunk) for p, chunk in zip(wanted, encoded, strict=True)])
+        pack = build_pack([(p.head.chain, chunk) for p, chunk in zip(wanted, encoded, strict=True)], wanted[0].place)
         header, *chunk_parts = pack.parts
         sealed = wanted[0].seal.apply_parts(pack.key, len(header), chunk_parts)
         nbytes = store.put(pack.key, header, *sealed, durable=self._durable)

@@ -35,6 +35,7 @@ class Written:
         self.shared = Chain(identity_of(self.form, identity), held.work.kv_scope)
         """Names its prefix as others ask for it."""
         self.seal = ChunkSeal(held.work.kv_key)
+        self.place = held.work.kv_place
         self.packs: set[str] = set()
         self.chunks: dict[int, KvChunk] = {}
         """Of choice 0, by start: the longest that is stored."""

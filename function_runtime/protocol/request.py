@@ -161,6 +161,8 @@ class Work(Value, frozen=True):
     reuse: Reuse = Reuse()
     kv_key: bytes = b""
     """Key (AES-256) the request's KV is sealed with at rest; empty: not sealed. Held in memory only."""
+    kv_place: str = ""
+    """Folder of its owner's packs in the object store; empty: as releases had it that had none."""
 
 
 class DeviceTime(Value, frozen=True):

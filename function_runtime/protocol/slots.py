@@ -96,7 +96,10 @@ class ReplicaSpec(Value, frozen=True):
     goes by; `manifest_path` then only says where the control plane has its own. One checkpoint, one identity, may have
     several: it was imported again in other files, or lies in another store."""
     store_token: str = ""
-    """What `kv_store` and the checkpoint's store are used with where they are a control plane's; the slot's own."""
+    """What `kv_store` and the checkpoint's store are used with where they are a control plane's: for this replica's
+    tenant and checkpoint at this slot."""
+    shares_kv: bool = False
+    """Its requests' KV may be that of all tenants whose functions say so."""
 
 
 class Stage(Value, frozen=True):

@@ -72,9 +72,14 @@ class HttpStore:
         self._base = parse_address(uri)
         self.uri = uri.rstrip("/")
         self.stats = StoreStats()
-        self._token = os.environ.get(TOKEN_VARIABLE, "") if token is None else token
+        self._given_token = token
         self._guard = guard or Guard(self.stats, limits)
         self._transport = Transport()
+
+    @property
+    def _token(self) -> str:
+        """That of the environment may be replaced while this is in use."""
+        return os.environ.get(TOKEN_VARIABLE, "") if self._given_token is None else self._given_token
 
     # --- reading --------------------------------------------------------------------------------------------------
 
@@ -247,12 +252,13 @@ class HttpStore:
         headers: Sequence[tuple[str, str]] = (),
         views: Sequence[memoryview] = (),
     ) -> Answer:
-        if not self._token:
+        token = self._token
+        if not token:
             raise StoreRefused(
                 f"there is no token for {self.uri}: it is given with a replica's spec, or as {TOKEN_VARIABLE}",
                 StoreProblem.WRONG_CREDENTIALS,
             )
-        given = [("Authorization", f"Bearer {self._token}"), *headers]
+        given = [("Authorization", f"Bearer {token}"), *headers]
         return self._transport.request(method, self._base + path, given, views, deadline)
 
     def _refusal(self, answer: Answer, what: str, key: str) -> LoaderError:
@@ -267,7 +273,7 @@ class HttpStore:
             return MissingObject(f"there is no object {key}")
         if status == 401:
             return StoreRefused(
-                f"{self.uri} does not know this slot's token: {message}", StoreProblem.WRONG_CREDENTIALS
+                f"{self.uri} does not take this slot's token: {message}", StoreProblem.WRONG_CREDENTIALS
             )
         if status == 403:
             return StoreRefused(f"this slot may not {what} {key} in {self.uri}: {message}", StoreProblem.NO_PERMISSION)

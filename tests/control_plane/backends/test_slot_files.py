@@ -52,7 +52,10 @@ def test_a_spec_goes_from_one_kind_of_slot_to_the_other_and_back(tmp_path: Path)
     files = files_of(tmp_path, url="http://10.0.0.1:8080")
     far = files.fit(spec_of(), "slot-7", shares_files=False, manifest_sha256="ab" * 32)
     assert (far.manifest_sha256, far.kv_store) == ("ab" * 32, "http+stoker://10.0.0.1:8080")
-    assert TOKENS.slot_of(far.store_token) == "slot-7"
+    claims = TOKENS.read(far.store_token)
+    assert claims is not None and (claims.slot_id, claims.tenant, claims.identity) == ("slot-7", "default", "ab")
+    other = files.fit(msgspec.structs.replace(far, tenant="other"), "slot-7", shares_files=False)
+    assert other.store_token != far.store_token, "a slot that works for another tenant has another token"
     near = files.fit(far, "slot-0", shares_files=True)
     assert (near.manifest_sha256, near.store_token, near.kv_store) == ("", "", (tmp_path / "objects").as_uri())
     without = files.fit(msgspec.structs.replace(spec_of(), kv_store=""), "slot-7", shares_files=False)
@@ -73,7 +76,7 @@ def test_a_store_is_reached_by_slots_as_it_can_be(tmp_path: Path, store: str, ur
     settings = Settings(data_dir=tmp_path, store=StoreSettings(store), gateway=GatewaySettings(url=url))
     assert settings.slot_store_uri == found
     assert settings.store_uri == (BUCKET if store == BUCKET else (tmp_path / "objects").as_uri())
-    assert (files_of(tmp_path, store, url).token("slot-1") != "") == found.startswith("http+stoker:")
+    assert (files_of(tmp_path, store, url).token("slot-1", "t", "ab") != "") == found.startswith("http+stoker:")
 
 
 def test_files_of_this_machine_are_served_or_put_into_the_bucket_or_refused(home: tuple[Path, Manifest]) -> None:

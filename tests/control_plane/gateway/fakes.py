@@ -253,6 +253,9 @@ class FixedSlots:
     async def add_slots(self, class_name: str, count: int) -> int:
         return 0
 
+    async def renew_store(self, slot_id: str, specs: Sequence[ReplicaSpec]) -> None:
+        return
+
     async def remove_slot(self, slot_id: str) -> None:
         raise SlotUnavailable("this slot stays")
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from control_plane.environment import store_uri
-from control_plane.store_tokens import OF_A_SLOT, StoreTokens
+from control_plane.sealing import EVERYBODY
+from control_plane.store_tokens import STEP_S, StoreScope, StoreTokens, is_placeless, place_of
 from model_loader.errors import (
     MissingObject,
     OutOfSpace,
@@ -20,6 +21,7 @@ from model_loader.errors import (
     StoreUnavailable,
     problem_of,
 )
+from model_loader.forms.sweeping import form_names
 from model_loader.objects import directory, open_store
 from model_loader.objects.http import CRC_HEADER, OBJECTS_PATH, HttpStore
 from model_loader.objects.resilience import Limits
@@ -74,35 +76,108 @@ def test_a_wrong_token_is_told_as_that(served: ServedStore) -> None:
     assert problem_of(refused.value) is StoreProblem.WRONG_CREDENTIALS
 
 
-def test_a_slot_reads_and_writes_what_slots_do_and_nothing_else(served: ServedStore) -> None:
-    served.directory.put("models/m/weights", b"weights")
-    served.directory.put("elsewhere/x", b"secret")
-    served.scope = OF_A_SLOT
+IDENTITY, PRIVATE = "a" * 64, "b" * 64
+
+
+def test_a_token_opens_its_tenants_kv_and_its_checkpoint_and_nothing_else(served: ServedStore) -> None:
+    mine, theirs, common = (f"kv/packs/{place_of(owner)}/ab/x" for owner in ("mine", "theirs", EVERYBODY))
+    form, other_form = (f"forms/{min(form_names(identity))}/head" for identity in (IDENTITY, PRIVATE))
+    for key in (theirs, common, f"models/{IDENTITY}/w", f"models/{PRIVATE}/w", other_form, "elsewhere/x"):
+        served.directory.put(key, b"there")
+    tokens = StoreTokens(b"s" * 32)
+
+    def opened_by(**given: bool) -> None:
+        claims = tokens.read(tokens.of("slot-1", "mine", IDENTITY, **given))
+        assert claims is not None
+        served.scope = claims.scope
+
+    opened_by()
     with contextlib.closing(served.store()) as store:
         store.check()
-        store.put("kv/packs/ab/x", b"pack")
-        assert store.get("models/m/weights") == b"weights"
-        assert [info.key for info in store.list("kv/")] == ["kv/packs/ab/x"]
+        for key in (mine, form, f"artifacts/{IDENTITY}/x.bin"):
+            store.put(key, b"made")
+            assert store.get(key) == b"made"
+        assert store.get(f"models/{IDENTITY}/w") == b"there"
+        assert [info.key for info in store.list(f"kv/packs/{place_of('mine')}/")] == [mine]
         for refused in (
-            lambda: store.put("models/m/weights", b"mine"),
-            lambda: store.delete("models/m/weights"),
+            lambda: store.get(theirs),
+            lambda: store.exists(theirs),
+            lambda: store.put(theirs, b"mine"),
+            lambda: store.delete(theirs),
+            lambda: store.get(common),
+            lambda: store.get(f"models/{PRIVATE}/w"),
+            lambda: store.get(f"checkpoints/{PRIVATE}/0"),
+            lambda: store.get(other_form),
+            lambda: store.put(other_form, b"mine"),
+            lambda: store.put(f"models/{IDENTITY}/w", b"mine"),
+            lambda: store.delete(f"models/{IDENTITY}/w"),
             lambda: store.get("elsewhere/x"),
-            lambda: store.exists("elsewhere/x"),
             lambda: list(store.list("")),
-            lambda: list(store.list("elsewhere/")),
+            lambda: list(store.list("kv/packs/")),
+            lambda: list(store.list("forms/")),
         ):
             with pytest.raises(StoreRefused) as error:
                 refused()
             assert problem_of(error.value) is StoreProblem.NO_PERMISSION
-    assert served.directory.get("models/m/weights") == b"weights"
+        with pytest.raises(StoreRefused, match="the token of slot-1 for tenant mine and checkpoint aaaa"):
+            store.get(theirs)
+        opened_by(shares=True)
+        assert store.get(common) == b"there"
+        with pytest.raises(StoreRefused):
+            store.get(theirs)
+    assert served.directory.get(f"models/{IDENTITY}/w") == b"there" == served.directory.get(theirs)
 
 
-def test_a_token_is_its_slots_own() -> None:
-    tokens, others = StoreTokens(b"a" * 32), StoreTokens(b"b" * 32)
-    assert tokens.slot_of(tokens.of("slot-7f.pool-0")) == "slot-7f.pool-0"
-    other = tokens.of("slot-1").replace("slot-1", "slot-2")
-    for wrong in ("", "slot.", "slot..", other, others.of("slot-1"), tokens.of("slot-1")[:-1], "slot.\udcff.x"):
-        assert tokens.slot_of(wrong) is None
+def test_a_token_for_nobody_opens_a_checkpoint_and_no_kv() -> None:
+    tokens = StoreTokens(b"s" * 32)
+    claims = tokens.read(tokens.of("slot-1", "", IDENTITY, shares=True))
+    assert claims is not None
+    scope = claims.scope
+    assert scope.may_read(f"checkpoints/{IDENTITY}/0") and not scope.may_write(f"checkpoints/{IDENTITY}/0")
+    assert not any(scope.may_read(f"kv/packs/{place_of(owner)}/ab/x") for owner in ("", "mine", EVERYBODY))
+    assert not scope.may_read("kv/packs/") and not scope.owners
+
+
+def test_a_token_says_whose_it_is_and_runs_out() -> None:
+    now_s = [1_000_000.0]
+    tokens, others = StoreTokens(b"a" * 32, lambda: now_s[0]), StoreTokens(b"b" * 32)
+    token = tokens.of("slot-7f.pool-0", "mine", IDENTITY)
+    claims = tokens.read(token)
+    assert claims is not None and (claims.slot_id, claims.tenant, claims.identity) == (
+        "slot-7f.pool-0",
+        "mine",
+        IDENTITY,
+    )
+    assert tokens.of("slot-7f.pool-0", "mine", IDENTITY) == token, "every gateway makes the same"
+    changed = (tokens.of("slot-7f.pool-0", "theirs", IDENTITY), tokens.of("slot-8", "mine", IDENTITY))
+    assert len({token, *changed, tokens.of("slot-7f.pool-0", "mine", PRIVATE)}) == 4
+    assert not tokens.has_run_out(claims)
+    now_s[0] += 2 * STEP_S
+    assert not tokens.has_run_out(claims)
+    newer = tokens.read(tokens.of("slot-7f.pool-0", "mine", IDENTITY))
+    now_s[0] += STEP_S
+    assert newer is not None and tokens.has_run_out(claims) and not tokens.has_run_out(newer)
+    body, _, mac = token.rpartition(".")
+    swapped = f"{changed[0].rpartition('.')[0]}.{mac}"
+    foreign = others.of("slot-1", "mine", IDENTITY)
+    for wrong in ("", "st1.", "st1..", swapped, foreign, token[:-1], f"{body}.", "st1.\udcff.x", f"slot.slot-1.{mac}"):
+        assert tokens.read(wrong) is None
+
+
+def test_packs_of_before_have_no_place() -> None:
+    assert is_placeless(f"kv/packs/ab/{IDENTITY}")
+    assert not is_placeless(f"kv/packs/{place_of('mine')}/ab/{IDENTITY}") and not is_placeless("kv/packs/ab/x/y")
+
+
+def test_a_newer_token_in_the_environment_is_used_by_a_store_that_is_open(
+    served: ServedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STOKER_STORE_TOKEN", "old")
+    with contextlib.closing(open_store(served.uri)) as store:
+        with pytest.raises(StoreRefused):
+            store.exists("x")
+        monkeypatch.setenv("STOKER_STORE_TOKEN", TOKEN)
+        assert store.exists("x") is None
 
 
 def test_what_arrives_altered_or_cut_off_is_not_stored(served: ServedStore) -> None:
@@ -172,9 +247,9 @@ def test_files_of_checkpoints_are_read_where_they_lie_and_not_written(tmp_path: 
             raise MissingObject("no such checkpoint")
         return tmp_path / "model.gguf"
 
-    key = f"checkpoints/{'ab' * 32}/1"
+    key, scope = f"checkpoints/{'ab' * 32}/1", StoreScope(("checkpoints/",), ("kv/",))
     with (
-        ServedStore(tmp_path / "served", OF_A_SLOT, file_of) as served,
+        ServedStore(tmp_path / "served", scope, file_of) as served,
         contextlib.closing(served.store()) as store,
     ):
         assert store.exists(key) == 7000 and store.get(key, 3500, 7) == b"weights"
