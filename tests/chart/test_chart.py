@@ -37,6 +37,7 @@ OUTSIDE = {
     "PGSSLMODE",
     "AWS_ACCESS_KEY_ID",
     "AWS_SECRET_ACCESS_KEY",
+    "OTEL_EXPORTER_OTLP_ENDPOINT",
 }
 """Variables that are no settings of the service: their readers are libraries, and commands inside of the pod."""
 
@@ -185,6 +186,35 @@ def test_slots_hold_no_right_and_no_token_of_the_cluster() -> None:
     assert named(documents, "ServiceAccount")["demo-stoker-slot"]["automountServiceAccountToken"] is False
     bound = [each["name"] for each in one(documents, "RoleBinding")["subjects"]]
     assert bound == ["demo-stoker"]
+
+
+def test_images_are_held_where_slots_of_a_pool_may_go_and_by_nobody_who_may_anything() -> None:
+    documents = of_file("pods-prepull")
+    daemons = named(documents, "DaemonSet")
+    assert sorted(daemons) == ["demo-stoker-prepull-default", "demo-stoker-prepull-gpu"]
+    pool, gpu = (daemons[f"demo-stoker-prepull-{name}"]["spec"]["template"]["spec"] for name in ("default", "gpu"))
+    more = f"example.com/functions/whisper@sha256:{'0' * 64}"
+    assert [each["image"] for each in pool["containers"]] == ["stoker:0.1.0", more]
+    assert [each["image"] for each in gpu["containers"]] == ["example.com/stoker-cuda:0.1.0", more]
+    assert gpu["nodeSelector"] == {"node.kubernetes.io/instance-type": "p5en.48xlarge"}
+    assert gpu["tolerations"][0]["key"] == "nvidia.com/gpu" and gpu["imagePullSecrets"] == [{"name": "mine"}]
+    assert list(gpu["affinity"]) == ["nodeAffinity"], "slots keep apart from one another, not from their image"
+    assert "nvidia.com/gpu" not in str(gpu["containers"]), "holding an image takes no device"
+    for name, daemon in daemons.items():
+        labels = daemon["spec"]["template"]["metadata"]["labels"]
+        assert labels["app.kubernetes.io/component"] == "prepull", name
+        assert daemon["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        assert daemon["spec"]["template"]["spec"]["serviceAccountName"] == "demo-stoker-slot"
+    deny = named(documents, "NetworkPolicy")["demo-stoker-deny"]["spec"]["podSelector"]["matchExpressions"]
+    assert deny[1]["values"] == ["control-plane", "slot", "prepull"]
+    assert not named(of_file("pods-gpus"), "DaemonSet")
+
+
+def test_traces_go_to_the_collector_that_is_named() -> None:
+    found = environment_of(of_file("traces"))
+    assert found["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://collector.monitoring:4318"
+    assert found["STOKER_TRACE_SHARE"] == "0.05"
+    assert "OTEL_EXPORTER_OTLP_ENDPOINT" not in environment_of(of_file("default"))
 
 
 # --- who reaches whom ---

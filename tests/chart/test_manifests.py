@@ -31,7 +31,12 @@ def _all() -> Iterator[tuple[str, Manifest]]:
 def _pods(manifest: Manifest) -> Iterator[Manifest]:
     if manifest["kind"] == "Pod":
         yield manifest
-    elif "template" in manifest.get("spec", {}) and manifest["kind"] in ("Deployment", "StatefulSet", "Job"):
+    elif "template" in manifest.get("spec", {}) and manifest["kind"] in (
+        "Deployment",
+        "StatefulSet",
+        "DaemonSet",
+        "Job",
+    ):
         yield manifest["spec"]["template"]
 
 
@@ -104,14 +109,15 @@ def test_only_the_control_plane_of_slots_as_pods_holds_a_token() -> None:
         for pod in _pods(manifest):
             pods = name.startswith("pods") or "STOKER_BACKEND" in json.dumps(pod)
             is_test = pod["metadata"]["name"].endswith("-cycle") if "name" in pod["metadata"] else False
-            assert pod["spec"]["automountServiceAccountToken"] is (pods and not is_test), name
+            holds = pods and not is_test and manifest["kind"] != "DaemonSet"
+            assert pod["spec"]["automountServiceAccountToken"] is holds, name
 
 
 def test_secrets_are_referenced_by_name_and_never_by_value() -> None:
     for name, manifest in _all():
         for pod in _pods(manifest):
             for container in pod["spec"]["containers"]:
-                for entry in container["env"]:
+                for entry in container.get("env", ()):
                     secret = entry["name"].endswith(("_KEY", "PASSWORD")) or "SECRET_" in entry["name"]
                     told = entry["name"] == "STOKER_AGENT_SECRET_FILE"  # a path
                     assert not secret or told or "secretKeyRef" in entry["valueFrom"], (name, entry)

@@ -54,8 +54,8 @@
 {{- $wrong = append $wrong (printf "%s cannot be the name of a Service, which begins with a letter: give fullnameOverride" (include "stoker.fullname" .)) -}}
 {{- end -}}
 {{- range $name, $value := .Values.settings -}}
-{{- if has $name (list "STOKER_DATABASE" "STOKER_STORE" "STOKER_SLOT_STORE" "STOKER_HOST" "STOKER_PORT" "STOKER_DATA_DIR" "STOKER_DRAIN_S" "STOKER_WARM_WORKERS" "STOKER_ALLOWED_MODELS" "STOKER_ADVERTISE_URL" "STOKER_BACKEND" "STOKER_NAMESPACE" "STOKER_RELEASE" "STOKER_POD_NAME" "STOKER_POD_IP" "STOKER_AGENT_SECRET_FILE" "STOKER_SLOT_IMAGE" "STOKER_SLOT_POOLS_FILE" "STOKER_SLOT_POOLS_OWNER" "STOKER_SLOT_POOL" "STOKER_FUNCTION_OBJECTS" "STOKER_REQUIRED") -}}
-{{- $wrong = append $wrong (printf "settings.%s is what other values say (database, objectStore, slots, drainSeconds, warmWorkers, allowedModels): set those" $name) -}}
+{{- if has $name (list "STOKER_DATABASE" "STOKER_STORE" "STOKER_SLOT_STORE" "STOKER_HOST" "STOKER_PORT" "STOKER_DATA_DIR" "STOKER_DRAIN_S" "STOKER_WARM_WORKERS" "STOKER_ALLOWED_MODELS" "STOKER_ADVERTISE_URL" "STOKER_BACKEND" "STOKER_NAMESPACE" "STOKER_RELEASE" "STOKER_POD_NAME" "STOKER_POD_IP" "STOKER_AGENT_SECRET_FILE" "STOKER_SLOT_IMAGE" "STOKER_SLOT_POOLS_FILE" "STOKER_SLOT_POOLS_OWNER" "STOKER_SLOT_POOL" "STOKER_FUNCTION_OBJECTS" "STOKER_REQUIRED" "STOKER_TRACE_SHARE") -}}
+{{- $wrong = append $wrong (printf "settings.%s is what other values say (database, objectStore, slots, drainSeconds, warmWorkers, allowedModels, tracing): set those" $name) -}}
 {{- end -}}
 {{- if has $name (list "STOKER_ADMIN_KEY" "STOKER_MASTER_KEY") -}}
 {{- $wrong = append $wrong (printf "settings.%s would put a secret into the release's values: name an existing secret instead (adminKeySecret, masterKeySecret)" $name) -}}

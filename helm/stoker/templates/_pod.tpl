@@ -168,6 +168,12 @@ ready, and says which (STOKER_REQUIRED names each with where it should come from
   value: {{ .Values.drainSeconds | quote }}
 - name: STOKER_WARM_WORKERS
   value: {{ .Values.warmWorkers | quote }}
+{{- with .Values.tracing.endpoint }}
+- name: OTEL_EXPORTER_OTLP_ENDPOINT
+  value: {{ . | quote }}
+- name: STOKER_TRACE_SHARE
+  value: {{ $.Values.tracing.share | quote }}
+{{- end }}
 - name: STOKER_ALLOWED_MODELS
   value: {{ append .Values.allowedModels .Values.test.model | uniq | join "," | quote }}
 - name: STOKER_ADMIN_KEY

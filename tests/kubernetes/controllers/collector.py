@@ -18,7 +18,17 @@ from tests.kubernetes.controllers.base import Controller, Key, Object, World, de
 
 _FOREGROUND, _ORPHAN = "foregroundDeletion", "orphan"
 _KINDS = (
-    *("pods", "replicasets", "deployments", "statefulsets", "jobs", "services", "endpointslices", "configmaps"),
+    *(
+        "pods",
+        "replicasets",
+        "deployments",
+        "statefulsets",
+        "daemonsets",
+        "jobs",
+        "services",
+        "endpointslices",
+        "configmaps",
+    ),
     *("secrets", "persistentvolumeclaims", "leases", "serviceaccounts", "poddisruptionbudgets", "roles"),
     *("rolebindings", "networkpolicies"),
 )

@@ -16,6 +16,7 @@ from tests.kubernetes.client import Access, Client, Informer
 from tests.kubernetes.controllers.accounts import NamespaceEnd, RootAuthority, ServiceAccounts
 from tests.kubernetes.controllers.base import Controller, Key, Object, World
 from tests.kubernetes.controllers.collector import GarbageCollector
+from tests.kubernetes.controllers.daemons import DaemonSets
 from tests.kubernetes.controllers.deployments import Deployments, ReplicaSets
 from tests.kubernetes.controllers.disruption import Disruption
 from tests.kubernetes.controllers.jobs import Jobs
@@ -35,6 +36,7 @@ EVERY: tuple[type[Controller], ...] = (
     ReplicaSets,
     Deployments,
     StatefulSets,
+    DaemonSets,
     Jobs,
     EndpointSlices,
     Claims,

@@ -130,14 +130,9 @@ def _waits(pod: Object) -> bool:
 def _refusals(pod: Object, node: Object, placed: dict[str, list[Object]], nodes: list[Object]) -> list[str]:
     """Why a pod cannot go to a node: in the words of the first plugin that refuses, as upstream stops there."""
     spec, name = pod["spec"], node["metadata"]["name"]
-    if node["spec"].get("unschedulable") and not _tolerated(_UNSCHEDULABLE, spec):
-        return ["node(s) were unschedulable"]
-    for taint in node["spec"].get("taints") or []:
-        if taint["effect"] in ("NoSchedule", "NoExecute") and not _tolerated(taint, spec):
-            return [f"node(s) had untolerated taint {{{taint['key']}: {taint.get('value', '')}}}"]
+    if why := _node_refuses(spec, node):
+        return [why]
     labels = node["metadata"].get("labels") or {}
-    if not _affine(spec, node, labels):
-        return ["node(s) didn't match Pod's node affinity/selector"]
     here = placed.get(name, [])
     allocatable = {key: parse_quantity(each) for key, each in (node["status"].get("allocatable") or {}).items()}
     used: Counter[str] = Counter()
@@ -158,6 +153,22 @@ def _refusals(pod: Object, node: Object, placed: dict[str, list[Object]], nodes:
     if not _spread(pod, labels, placed, nodes):
         return ["node(s) didn't match pod topology spread constraints"]
     return []
+
+
+def _node_refuses(spec: Object, node: Object) -> str:
+    if node["spec"].get("unschedulable") and not _tolerated(_UNSCHEDULABLE, spec):
+        return "node(s) were unschedulable"
+    for taint in node["spec"].get("taints") or []:
+        if taint["effect"] in ("NoSchedule", "NoExecute") and not _tolerated(taint, spec):
+            return f"node(s) had untolerated taint {{{taint['key']}: {taint.get('value', '')}}}"
+    if not _affine(spec, node, node["metadata"].get("labels") or {}):
+        return "node(s) didn't match Pod's node affinity/selector"
+    return ""
+
+
+def fits_node(spec: Object, node: Object) -> bool:
+    """Whether pods of this spec may go there, whatever else is there."""
+    return not _node_refuses(spec, node)
 
 
 def _tolerated(taint: Object, spec: Object) -> bool:
