@@ -68,7 +68,7 @@ def test_a_slot_finds_its_image_on_every_node_it_may_go_to(live_cluster: TestClu
     (lost,) = [
         each["metadata"]["name"]
         for each in live_cluster.api.list("pods", live_namespace)
-        if each["metadata"]["labels"].get("stoker.dev/prepull") == "one"
+        if each["metadata"].get("labels", {}).get("stoker.dev/prepull") == "one"
     ]
     live_cluster.api.delete("pods", lost, live_namespace)
 

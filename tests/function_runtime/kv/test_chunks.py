@@ -220,10 +220,14 @@ def test_bytes_that_are_no_fields_are_refused_or_read_within_their_bounds(data: 
     assert encode_fields(fields) == data
 
 
-def test_a_pack_says_itself_what_it_holds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["", "0123456789abcdef"])
+def test_a_pack_says_itself_what_it_holds(tmp_path: Path, place: str) -> None:
     store = DirectoryStore(tmp_path)
     heads = [head_of(0, 16), head_of(16, 48), head_of(48, 53)]
-    pack = build_pack([(head.chain, encoded(head)[0]) for head in heads])
+    pack = build_pack([(head.chain, encoded(head)[0]) for head in heads], place)
+    assert pack.key.startswith(f"kv/packs/{place}/" if place else "kv/packs/") and pack.key.count("/") == 3 + bool(
+        place
+    )
     store.put(pack.key, *pack.parts)
     entries = read_entries(store, pack.key)
     assert entries == pack.entries
