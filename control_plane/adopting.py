@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from control_plane.database.clock import Clock
 from control_plane.dispatch import Dispatcher
 from control_plane.errors import Damaged, StokerError
 from control_plane.gateway.acceptance import origin_of
@@ -48,6 +49,7 @@ class Adopting:
         dispatcher: Dispatcher,
         seating: Seating,
         kv_desk: KvDesk,
+        clock: Clock,
     ) -> None:
         self._journal = journal
         self._tenant_keys = tenant_keys
@@ -55,6 +57,7 @@ class Adopting:
         self._dispatcher = dispatcher
         self._seating = seating
         self._kv_desk = kv_desk
+        self._clock = clock
         self._task: asyncio.Task[None] | None = None
         self._again: set[asyncio.Task[None]] = set()
         self.adopted = 0
@@ -158,8 +161,9 @@ class Adopting:
         live.kv = await self._journal.kv(record.id)
         live.prefill_ends, live.begun = record.prefill_ends, record.begun
         live.cached_tokens = record.cached_tokens
-        live.accept_ns = time.monotonic_ns() - max(time.time_ns() - record.created_us * 1000, 0)
-        live.paused_ns = self.paused_us(origin.key, record.created_us, time.time_ns() // 1000) * 1000
+        now_us = self._clock.now_us()
+        live.accept_ns = time.monotonic_ns() - max(now_us - record.created_us, 0) * 1000
+        live.paused_ns = self.paused_us(origin.key, record.created_us, now_us) * 1000
         if not origin.durable and record.state is RequestState.RUNNING:
             error = OutcomeError(
                 500, "gateway_lost", "the gateway died and this function keeps no log (durability: off)"

@@ -151,7 +151,7 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
     if not gateways.alone:
         objectives.waiting_elsewhere = queue_shares.others
         queue_shares.most_waiting = lambda key: objectives.most_waiting(key, settings.queue.max_requests)
-    adopting = Adopting(journal, tenant_keys, serving, dispatcher, seating, kv_desk)
+    adopting = Adopting(journal, tenant_keys, serving, dispatcher, seating, kv_desk, db.clock)
     prompts = PromptMakers()
     importing = Importing(settings, functions, fleet, prompts)
     importing.publish = slot_files.publish if slot_files.publishes else None

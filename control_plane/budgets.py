@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import datetime
 import enum
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,13 +22,11 @@ from typing import Any, Final
 from control_plane.changes import Changes
 from control_plane.database import Connection, Database
 from control_plane.errors import BudgetExceeded, RateExceeded, Saturated
-from control_plane.schema import POSTGRESQL
 from control_plane.shares import Shares, Want
 
 STEPS: Final = 16
 LATE_US: Final = 3_600_000_000
 """How long after its period what was spent stays written down: a request that ends then is not counted in the next."""
-_SERVER_CLOCK: Final = "SELECT CAST(EXTRACT(EPOCH FROM clock_timestamp()) * 1000000 AS BIGINT)"
 _ALL: Final = "SELECT tenant, key_id, kind, period, amount FROM budgets"
 _PUT: Final = """
 INSERT INTO budgets (tenant, key_id, kind, period, amount, changed_us)
@@ -110,15 +107,12 @@ class _Meter:
 
 
 class Budgets:
-    """`clock_us`: the only clock there is; without it the database's is asked for."""
+    """`clock_us`: instead of the database's."""
 
     def __init__(self, database: Database, shares: Shares, clock_us: Callable[[], int] | None = None) -> None:
         self._database = database
         self._shares = shares
-        self._asks_server = clock_us is None and database.driver.dialect.name == POSTGRESQL.name
-        self._clock_us = clock_us or (lambda: time.time_ns() // 1000)
-        self._ahead_us = 0
-        """By how much the database's clock is ahead of ours."""
+        self.now_us = clock_us or database.clock.now_us
         self._changes = Changes()
         self._meters: dict[Budget, _Meter] = {}
         self._of: dict[tuple[str, str], list[_Meter]] = {}
@@ -126,16 +120,10 @@ class Budgets:
     # --- which there are ---
 
     async def refresh(self) -> None:
-        on_server = self._asks_server
-        sent_us = self._clock_us()
+        def run(connection: Connection) -> list[Any]:
+            return connection.execute(_ALL).fetchall()
 
-        def run(connection: Connection) -> tuple[int | None, list[Any]]:
-            told = int(connection.execute(_SERVER_CLOCK).fetchone()[0]) if on_server else None
-            return told, connection.execute(_ALL).fetchall()
-
-        told_us, rows = await self._changes.read(lambda: self._database.read(run))
-        if told_us is not None:
-            self._ahead_us = told_us - (sent_us + self._clock_us()) // 2
+        rows = await self._changes.read(lambda: self._database.read(run))
         kinds, periods = set(Kind), set(Period)
         # One that only a newer release knows is that release's to keep.
         found = {
@@ -157,7 +145,7 @@ class Budgets:
             self._of.setdefault((budget.tenant, budget.key_id), []).append(meter)
 
     async def put(self, budget: Budget) -> None:
-        values = {**_columns(budget), "amount": budget.amount, "now": time.time_ns() // 1000}
+        values = {**_columns(budget), "amount": budget.amount, "now": self.now_us()}
         await self._database.write(lambda connection: connection.execute(_PUT, values).rowcount)
         self._changes.note()
         await self.refresh()
@@ -184,9 +172,6 @@ class Budgets:
         return sorted(found, key=lambda each: (each[0].key_id, each[0].kind, _LENGTH_US.get(each[0].period, 1 << 62)))
 
     # --- spending ---
-
-    def now_us(self) -> int:
-        return self._clock_us() + self._ahead_us
 
     def _now(self, meter: _Meter) -> _Meter:
         now_us = self.now_us()

@@ -7,7 +7,6 @@ charged when it is reported, so `x_complete_until` is the oldest report of those
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -31,7 +30,7 @@ class Costs:
         self._database = database
 
     async def costs(self, query: RangeQuery) -> dict[str, Any]:
-        now_us = time.time_ns() // 1000 - 1_000_000
+        now_us = self._database.clock.now_us() - 1_000_000
 
         def run(connection: Connection) -> dict[str, Any]:
             (oldest_us,) = connection.execute(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +62,7 @@ class Decisions:
     ) -> None:
         self._waiting.append(
             {
-                "at_us": time.time_ns() // 1000,
+                "at_us": self._database.clock.now_us(),
                 "kind": kind,
                 "tenant": tenant,
                 "function": function,
@@ -147,7 +146,7 @@ class Decisions:
 
     async def sweep(self, keep_s: float, limit: int = 1000) -> int:
         """Drop decisions older than `keep_s`, a little at a time."""
-        values = {"before": time.time_ns() // 1000 - round(keep_s * 1e6), "limit": limit}
+        values = {"before": self._database.clock.now_us() - round(keep_s * 1e6), "limit": limit}
         return await self._database.write(
             lambda connection: (
                 connection.execute(

@@ -19,6 +19,7 @@ from control_plane.spec import resolve_environment
 if TYPE_CHECKING:
     from control_plane.context import AppContext
 
+CLOCK_OFF_S: Final = 30.0
 SLOT_LATE_S: Final = 300.0
 """A slot that was asked for so long ago will hardly come by itself: a node and an image take minutes."""
 
@@ -181,6 +182,14 @@ def _gateways(context: AppContext) -> Check:
         return Check(
             "gateways", False, "none leads: nothing at zero is woken",
             f"wait {context.settings.gateway.lead_within_s:g} s; if it stays so, look at the database",
+        )  # fmt: skip
+    off_s = context.db.clock.ahead_s
+    if abs(off_s) > CLOCK_OFF_S:
+        return Check(
+            "gateways", False,
+            f"this machine's clock is {abs(off_s):.0f} s {'ahead of' if off_s > 0 else 'behind'} the "
+            "database's: what Stoker writes goes by the database's, signatures for an S3 bucket do not",
+            "set it right (NTP)",
         )  # fmt: skip
     count = len(gateways.peers) + 1
     leads = "this one leads" if gateways.leads else f"{gateways.leader} leads"

@@ -7,7 +7,6 @@ gateway's change is seen at the next `refresh`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -69,14 +68,14 @@ class Drains:
         await self._change(_END, kind, tenant, name, "")
 
     async def _change(self, text: str, kind: str, tenant: str, name: str, reason: str) -> None:
-        values = {"kind": kind, "tenant": tenant, "name": name, "now": time.time_ns() // 1000, "reason": reason}
+        values = {"kind": kind, "tenant": tenant, "name": name, "now": self._db.clock.now_us(), "reason": reason}
         await self._db.write(lambda connection: connection.execute(text, values).rowcount)
         self._changes.note()
         await self.refresh()
 
     async def sweep(self, kept_s: float) -> None:
         """Forget those that were over before any request that is still there began."""
-        before = time.time_ns() // 1000 - round(kept_s * 1e6)
+        before = self._db.clock.now_us() - round(kept_s * 1e6)
         if any(drain.until_us is not None and drain.until_us < before for drain in self._known):
             await self._db.write(lambda connection: connection.execute(_SWEEP, {"before": before}).rowcount)
             await self.refresh()

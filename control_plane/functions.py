@@ -12,7 +12,6 @@ import asyncio
 import enum
 import fnmatch
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
@@ -238,7 +237,7 @@ class FunctionStore:
         text, digest = spec.canonical(), spec.digest()
 
         def run(connection: Connection) -> Function:
-            values: dict[str, Any] = {"tenant": tenant, "name": spec.name, "now": _now_us()}
+            values: dict[str, Any] = {"tenant": tenant, "name": spec.name, "now": self._database.clock.now_us()}
             check_names(connection, tenant, spec.name, spec.names(), _names_of)
             current = connection.execute(
                 """SELECT v.digest FROM functions f JOIN revisions v
@@ -296,7 +295,7 @@ class FunctionStore:
         def run(connection: Connection) -> int:
             return connection.execute(
                 "UPDATE functions SET deleted_us = :now WHERE tenant = :tenant AND name = :name AND deleted_us IS NULL",
-                {"tenant": tenant, "name": name, "now": _now_us()},
+                {"tenant": tenant, "name": name, "now": self._database.clock.now_us()},
             ).rowcount
 
         async def change() -> None:
@@ -432,10 +431,6 @@ class FunctionStore:
                 param="model",
                 code="model_not_allowed",
             )
-
-
-def _now_us() -> int:
-    return time.time_ns() // 1000
 
 
 def _load(connection: Connection, name: str, tenant: str) -> Function:

@@ -261,6 +261,7 @@ class Gateways:
         connection.execute(_RENEW, values)
         if self.alone:
             return _Seen({}, None, frozenset())
+        self._database.clock.ask(connection)
         connection.execute(_RENEW_LOOP, values)
         rows = connection.execute(_ROWS).fetchall()
         loop = connection.execute(_LOOP, values).fetchone()

@@ -9,7 +9,6 @@ its appends are granted from memory and a death of its gateway or replica is an 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -64,10 +63,6 @@ FORGET_ROWS: Final = 500
 _encode: Final = msgspec.msgpack.Encoder().encode
 _encode_json: Final = msgspec.json.Encoder().encode
 _NOT_SAID: Final = Begun()
-
-
-def now_us() -> int:
-    return time.time_ns() // 1000
 
 
 class _Live:
@@ -223,7 +218,7 @@ class Journal(History):
             "first_epoch": 0 if place is None else 1,
             "replica_id": replica_id,
             "slot_id": slot_id,
-            "now": None if place is None else now_us(),
+            "now": None if place is None else self._database.clock.now_us(),
             "sealed": number,
         }
 
@@ -279,7 +274,7 @@ class Journal(History):
             seen = standing(connection, request_id)
             if seen is None:
                 raise NotFound(f"there is no request {request_id}")
-            now = now_us()
+            now = self._database.clock.now_us()
             values = {
                 "id": request_id,
                 "me": self.gateway_id,
@@ -318,7 +313,7 @@ class Journal(History):
             values = {"id": request_id, "me": self.gateway_id, "epoch": epoch}
             if seen is None or connection.execute(sql.REQUEUE, values).rowcount != 1:
                 return False
-            now = now_us()
+            now = self._database.clock.now_us()
             used = end_attempt(connection, request_id, seen, reason, device, now)
             bill.charge(connection, seen, request_id, device_entries(used), now)
             return True
@@ -381,7 +376,7 @@ class Journal(History):
             ends = _encode(prefill_ends) if prefill_ends else None
             row = AppendRow(
                 request_id, epoch, first_seq, last_seq, payload, device.prefill_us, device.decode_us, cached_tokens,
-                now_us(), ends, None if begun == _NOT_SAID else _encode_json(begun).decode(),
+                self._database.clock.now_us(), ends, None if begun == _NOT_SAID else _encode_json(begun).decode(),
             )  # fmt: skip
         return self._appends.add(row, durable=durable)
 
@@ -427,7 +422,7 @@ class Journal(History):
 
         def run(connection: Connection) -> bool | None:
             bill.clear()
-            now = now_us()
+            now = self._database.clock.now_us()
             values = {
                 "id": request_id,
                 "me": self.gateway_id,

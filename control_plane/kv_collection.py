@@ -21,7 +21,7 @@ from control_plane import statements as sql
 from control_plane.database import Connection, Database
 from control_plane.history import decode_chunks
 from control_plane.journal import Journal
-from control_plane.kv_index import now_us, retire
+from control_plane.kv_index import retire
 from control_plane.kv_lifetimes import OVER_QUOTA, UNREACHABLE, WORTHLESS, Departures, Limits, StoredChunk, departures
 from control_plane.quotas import quota_of
 from control_plane.settings import KvSettings
@@ -74,7 +74,7 @@ class KvCollection:
         journal: Journal,
         settings: KvSettings,
         store_uri: str,
-        clock_us: Callable[[], int] = now_us,
+        clock_us: Callable[[], int] | None = None,
         *,
         opener: Callable[[], ObjectStore] | None = None,
     ) -> None:
@@ -82,7 +82,7 @@ class KvCollection:
         self._database = database
         self._journal = journal
         self._settings = settings
-        self._clock_us = clock_us
+        self._clock_us = clock_us or database.clock.now_us
         self._store: ObjectStore | None = None
         self.store_uri = store_uri
         self._busy = asyncio.Lock()

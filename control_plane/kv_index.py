@@ -10,7 +10,6 @@ use counts when a chunk is handed out, whatever became of it.
 from __future__ import annotations
 
 import enum
-import time
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -77,10 +76,6 @@ class Bad:
     """Chunks of the index that are out of reach now."""
 
 
-def now_us() -> int:
-    return time.time_ns() // 1000
-
-
 class KvIndex:
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -109,7 +104,7 @@ class KvIndex:
 
     async def _used(self, identity: str, scope: str, rows: Sequence[Any]) -> None:
         """Written behind the answer's back: a refused write costs only the memory of a use."""
-        now = now_us()
+        now = self._database.clock.now_us()
         uses = [{"identity": identity, "scope": scope, "chain": row[0], "now": now} for row in rows]
 
         def run(connection: Connection) -> None:
@@ -139,7 +134,7 @@ class KvIndex:
         sizes = dict(packs or {})
 
         def run(connection: Connection) -> int:
-            now = now_us()
+            now = self._database.clock.now_us()
             states = _states(connection, {chunk.pack for chunk in chunks})
             standing = _standing(connection, identity, keeper.scope, [chunk.chain for chunk in chunks])
             new: dict[str, list[KvChunk]] = {}
@@ -165,7 +160,7 @@ class KvIndex:
         """Hand nothing out of this pack again. None: it was quarantined (or is being deleted) already."""
 
         def run(connection: Connection) -> Bad | None:
-            values = {"pack": pack, "tenant": tenant, "reason": reason[:500], "now": now_us()}
+            values = {"pack": pack, "tenant": tenant, "reason": reason[:500], "now": self._database.clock.now_us()}
             if connection.execute(_QUARANTINE, values).rowcount != 1:
                 return None
             rows = connection.execute(_OF_PACK, {"pack": pack}).fetchall()
@@ -258,14 +253,14 @@ def retire(connection: Connection, pack: str, nbytes: int, tenant: str, reason: 
     return connection.execute(_RETIRE, values).rowcount == 1
 
 
-def drop(connection: Connection, places: Iterable[Place], tenant: str, reason: str) -> int:
+def drop(connection: Connection, places: Iterable[Place], tenant: str, reason: str, now_us: int) -> int:
     """Nothing of these identities and scopes is handed out any more, and their packs begin to go; how many packs. What
     was added to them since they were looked up goes too, its packs with the next collection."""
-    now, count = now_us(), 0
+    count = 0
     for place in places:
         values = {"identity": place.identity, "scope": place.scope}
         connection.execute("DELETE FROM kv_chunks WHERE identity = :identity AND scope = :scope", values)
-        count += sum(retire(connection, pack, 0, tenant, reason, now) for pack in place.packs)
+        count += sum(retire(connection, pack, 0, tenant, reason, now_us) for pack in place.packs)
     return count
 
 

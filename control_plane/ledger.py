@@ -8,7 +8,6 @@ correction row. Limits: rows carry the price that held when the replica began.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -61,7 +60,7 @@ class Ledger:
 
     async def report_replicas(self, statuses: Sequence[ReplicaStatus]) -> None:
         """The same of several, in one transaction: all or none, and none is lost, as each report holds everything."""
-        at_us = time.time_ns() // 1000
+        at_us = self._database.clock.now_us()
 
         def run(connection: Connection) -> list[int]:
             return [settle_replica(connection, status, at_us, final=False) for status in statuses]
@@ -74,7 +73,7 @@ class Ledger:
         await self._settle(status, final=True)
 
     async def _settle(self, status: ReplicaStatus, *, final: bool) -> None:
-        at_us = time.time_ns() // 1000
+        at_us = self._database.clock.now_us()
         microusd = await self._database.write(lambda c: settle_replica(c, status, at_us, final=final))
         self.on_charged(status.spec.tenant, None, microusd)
 

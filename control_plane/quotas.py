@@ -8,7 +8,6 @@ of KV, which only the collection reads, at once.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -78,7 +77,7 @@ class Quotas:
 
     async def put(self, tenant: str, quota: Quota, kv_bytes: int | None = None) -> None:
         """`kv_bytes`: most KV kept for it; None: the installation's bound."""
-        now_us = time.time_ns() // 1000
+        now_us = self._database.clock.now_us()
         values = {"tenant": tenant, "devices": quota.devices, "weight": quota.weight, "now": now_us}
 
         def run(connection: Connection) -> None:

@@ -11,7 +11,6 @@ it is until it is dropped.
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -116,7 +115,7 @@ class Retention:
     async def sweep(self, limit: int = 200) -> int:
         """Drop what retention no longer keeps, a little at a time; how much there was to do. First the log and the
         input of an ended request go, later its row."""
-        now = time.time_ns() // 1000
+        now = self._database.clock.now_us()
         request_us = round(self._settings.request_s * 1e6)
         dialect = self._database.driver.dialect
 

@@ -16,7 +16,6 @@ import hashlib
 import hmac
 import logging
 import secrets
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -254,7 +253,7 @@ class TenantKeys:
                 "there is no master key: set STOKER_MASTER_KEY, the same for every control plane of this database"
             )
         wrapping = _cipher(master)
-        now_us = time.time_ns() // 1000
+        now_us = self._database.clock.now_us()
 
         def run(connection: Connection) -> int:
             (last,) = connection.execute(

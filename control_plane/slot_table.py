@@ -9,7 +9,6 @@ start replicas, as whoever reads `agent.json` may. Limits: a row is a hint; whet
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -63,7 +62,7 @@ class SlotTable:
             "token": info.token,
             "incarnation": info.incarnation,
             "owner": self._gateway_id,
-            "now": time.time_ns() // 1000,
+            "now": self._database.clock.now_us(),
         }
         await self._database.write(lambda connection: connection.execute(_PUT, values).rowcount)
 
@@ -85,7 +84,7 @@ class SlotTable:
 
     async def put_places(self, places: Sequence[SlotPlace], gone: Sequence[str] = ()) -> None:
         """What this gateway could have now, and what an earlier life of it could that it cannot."""
-        now = time.time_ns() // 1000
+        now = self._database.clock.now_us()
 
         def run(connection: Connection) -> None:
             for place in places:
@@ -107,5 +106,5 @@ class SlotTable:
 
     async def want(self, slot_id: str, wanted: bool) -> bool:
         """Whether that was news."""
-        values = {"id": slot_id, "wanted": int(wanted), "now": time.time_ns() // 1000}
+        values = {"id": slot_id, "wanted": int(wanted), "now": self._database.clock.now_us()}
         return await self._database.write(lambda connection: connection.execute(_WANT, values).rowcount == 1)

@@ -8,7 +8,6 @@ back; a walk begins anew when the rules change or another gateway sweeps.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -65,7 +64,7 @@ class TenantRules:
         return Kept(known.get(LOG), known.get(REQUEST))
 
     async def keep(self, tenant: str, kept: Kept) -> None:
-        now = time.time_ns() // 1000
+        now = self._database.clock.now_us()
         rows = [
             {"tenant": tenant, "name": name, "value": None if value_s is None else round(value_s * 1e6), "now": now}
             for name, value_s in ((LOG, kept.log_s), (REQUEST, kept.request_s))

@@ -12,7 +12,6 @@ import hashlib
 import hmac
 import os
 import secrets
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -108,7 +107,7 @@ class Keys:
             name=name,
             role=role,
             display=secret[: 4 + len(KEY_PREFIX) * secret.startswith(KEY_PREFIX)] + "...",
-            created_us=time.time_ns() // 1000,
+            created_us=self._database.clock.now_us(),
         )
         digest = _hash(secret)
 
@@ -139,7 +138,7 @@ class Keys:
         """Idempotent; takes effect here at once."""
 
         def run(connection: Connection) -> Any:
-            values = {"id": key_id, "tenant": tenant, "now": time.time_ns() // 1000}
+            values = {"id": key_id, "tenant": tenant, "now": self._database.clock.now_us()}
             connection.execute(
                 "UPDATE api_keys SET revoked_us = :now WHERE id = :id AND tenant = :tenant AND revoked_us IS NULL",
                 values,
@@ -211,7 +210,7 @@ class Keys:
 
     async def _stored_secret(self, name: str) -> bytes:
         def run(connection: Connection) -> bytes:
-            values = {"name": name, "value": secrets.token_bytes(32), "now": time.time_ns() // 1000}
+            values = {"name": name, "value": secrets.token_bytes(32), "now": self._database.clock.now_us()}
             connection.execute(
                 """INSERT INTO secrets (name, value, created_us) VALUES (:name, :value, :now)
                 ON CONFLICT (name) DO NOTHING""",

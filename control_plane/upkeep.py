@@ -244,7 +244,7 @@ class Upkeep:
         if not context.gateways.leads:
             return
         await self._try("sweep_requests", self._sweep_requests())
-        await self._try("sweep_shares", context.shares.sweep(time.time_ns() // 1000))
+        await self._try("sweep_shares", context.shares.sweep(context.db.clock.now_us()))
         await self._try("sweep_decisions", context.decisions.sweep(retention.decision_s))
         await self._try("sweep_load", self._sweep_load())
         await self._try("sweep_kv", context.kv_collection.sweep())

@@ -6,7 +6,6 @@ it ends, however it ends, unless it was refused. Limits: what is not kept (user,
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -123,7 +122,7 @@ class Usage:
 
     async def completions(self, query: RangeQuery) -> dict[str, Any]:
         # A request's rows are dated when they are written, so what lies behind the running second is whole.
-        until_us = time.time_ns() // 1000 - 1_000_000
+        until_us = self._database.clock.now_us() - 1_000_000
         return await self._database.read(
             lambda connection: grouped(
                 connection, query, USAGE_FIELDS, _SUMS, "stage = 'total' AND kind = 'request'", _usage, until_us

@@ -48,8 +48,9 @@ def routes(context: AppContext) -> list[web.RouteDef]:
         await context.tenant_keys.refresh()  # a key that was set through another gateway a moment ago
         scopes = await scopes_of(context, tenant, context.tenant_keys.sealed_under(tenant))
         places = await context.kv_index.places(tenant, scopes)
+        now_us = context.db.clock.now_us()
         erased = await context.tenant_keys.delete(
-            tenant, lambda connection: drop(connection, places, tenant, "its key was deleted")
+            tenant, lambda connection: drop(connection, places, tenant, "its key was deleted", now_us)
         )
         return web.json_response({**_body(tenant, None), "deleted_keys": erased})
 

@@ -4,6 +4,7 @@
     connection  what a function is given, and what a driver must do
     sqlite, postgresql   the two drivers; the second is imported only when its URL is used
     migrating   numbered migrations, forward only
+    clock       the time that is written down, the same at every gateway
 
 Callers know `Database` and hand over functions of a `Connection`; which database it is they cannot tell. Limits: one
 SQL text for both (`control_plane.schema`, `control_plane.statements`), with `:name` parameters.

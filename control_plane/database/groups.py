@@ -24,10 +24,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from control_plane.database.clock import Clock
 from control_plane.database.connection import Connection, DatabaseStats, Driver, Fault, Session, UnclearCommit
 from control_plane.database.migrating import migrate
 from control_plane.database.url import is_postgresql, sqlite_path
 from control_plane.errors import StorageUnavailable
+from control_plane.schema import POSTGRESQL
 from control_plane.settings import DatabaseSettings
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ class Database:
         self.settings = settings
         self.stats = driver.stats
         self.driver = driver
+        self.clock = Clock(asks=driver.dialect.name == POSTGRESQL.name)
         self.fault: str | None = None
         """Why the last group failed, None while the storage works: what readiness reports."""
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()

@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import random
 import secrets
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -88,6 +87,7 @@ def new_origin(
     sampling: Sampling,
     echo: str,
     kv: KvAccess,
+    now_us: int,
     trace: TraceSeed | None = None,
 ) -> Origin:
     options = msgspec.structs.replace(parsed.options, echo=echo) if echo else parsed.options
@@ -111,7 +111,7 @@ def new_origin(
         kv_owner=kv.owner,
         write_kv=servable.durability != "off",
         durable=servable.durability != "off",
-        created_us=time.time_ns() // 1000,
+        created_us=now_us,
         share_prefix=servable.share_prefixes != "none",
         prefix_form=servable.shared_prefix_form,
         fast=servable.resume == "fast",

@@ -42,11 +42,14 @@ class Prepared:
     kv: KvAccess
     trace: TraceSeed | None = None
 
-    def origin(self, prompt: tuple[int, ...]) -> Origin:
+    def origin(self, prompt: tuple[int, ...], now_us: int) -> Origin:
+        """`now_us`: by the clock that gateways share."""
         maker = self.maker
         sampling = maker.sampling(self.parsed.sampling, len(prompt), self.context_tokens, randomness.getrandbits(63))
         echo = maker.text(prompt) if self.parsed.echo else ""
-        return new_origin(self.principal, self.parsed, self.servable, prompt, sampling, echo, self.kv, self.trace)
+        return new_origin(
+            self.principal, self.parsed, self.servable, prompt, sampling, echo, self.kv, now_us, self.trace
+        )
 
 
 def refuse_while_draining(context: AppContext) -> None:
@@ -132,7 +135,7 @@ async def admit(
     request: web.Request, context: AppContext, prepared: Prepared, key: str | None, body: bytes, *, detach: bool = False
 ) -> tuple[LiveRequest | None, Answer]:
     """Accept the request; with a known key, the earlier one."""
-    origin = prepared.origin(prepared.prompts[0])
+    origin = prepared.origin(prepared.prompts[0], context.db.clock.now_us())
     live, answer = await accept(context, origin, prepared.servable, key, body, detach=detach)
     request["request_id"] = answer.head.request_id
     return live, answer

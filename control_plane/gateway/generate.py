@@ -85,7 +85,7 @@ async def _answer(
 
 async def _several(request: web.Request, context: AppContext, prepared: Prepared) -> web.Response:
     """Several prompts in one completion: a request each, answered together."""
-    origins = [prepared.origin(prompt) for prompt in prepared.prompts]
+    origins = [prepared.origin(prompt, context.db.clock.now_us()) for prompt in prepared.prompts]
     answers: list[Answer] = []
     with ExitStack() as readings:
         for origin in origins:

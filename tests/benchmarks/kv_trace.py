@@ -92,7 +92,7 @@ async def run(machine: Machine, path: Path, limit: int, folder: Path) -> dict[st
     found = {"requests": 0, "blocks": 0, "hits": 0, "kept_blocks": 0, "kept_requests": 0}
     saved_s, held_byte_s, held, gets = 0.0, 0.0, 0, 0
     reuse, collected_s, last_s, begin_s = Counts(), 0.0, 0.0, time.perf_counter()
-    with mock.patch("control_plane.kv_index.now_us", lambda: clock_us[0]):
+    with mock.patch.object(database.clock, "now_us", lambda: clock_us[0]):
         for at_s, blocks in requests(path, limit):
             clock_us[0] = 10**15 + round(at_s * 1e6)
             held_byte_s += held * (at_s - last_s)

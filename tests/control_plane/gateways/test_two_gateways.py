@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
 import aiohttp
+import pytest
 
 from control_plane.live_request import Phase
 from function_runtime.protocol import Submit
@@ -305,6 +307,28 @@ async def test_a_request_that_waited_at_the_dead_gateway_is_served(pair: tuple[G
     leader.slot.tell_state()
     async with other.post(body(), Idempotency_Key="once") as response:
         assert (await response.json())["choices"][0]["text"] == answer_of(5)
+
+
+async def test_an_adopters_clock_that_is_hours_off_does_not_end_what_it_adopts(
+    pair: tuple[Gateway, Gateway], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader, other = pair
+    if leader.context.db.driver.dialect.name == "sqlite":
+        pytest.skip("one machine, one clock")
+    leader.slot.behaviour.token_s = 0.02
+    response = await leader.post(body(stream=True, max_tokens=LONG))
+    request_id = response.headers["x-request-id"]
+    before = await read_until(Stream(response), 10)
+    right_ns = time.time_ns
+    monkeypatch.setattr("control_plane.database.clock.time.time_ns", lambda: right_ns() + 10 * 3600 * 10**9)
+    await leader.die()
+    after = await rest_of(other, request_id, before[-1][0])
+    assert text_of(before + after) == answer_of(LONG)
+    await until(lambda: not other.context.dispatcher.requests)
+    (created_us, finished_us) = await other.context.db.read(
+        lambda c: c.execute("SELECT created_us, finished_us FROM requests").fetchone()
+    )
+    assert 0 < finished_us - created_us < 60_000_000
 
 
 async def test_death_of_gateway_and_replica_at_once(pair: tuple[Gateway, Gateway]) -> None:

@@ -44,7 +44,7 @@ class Yard:
 
     def __init__(self, database: Database, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.clock = Clock()
-        monkeypatch.setattr("control_plane.kv_index.now_us", self.clock)
+        monkeypatch.setattr(database.clock, "now_us", self.clock)
         self.database = database
         self.store = DirectoryStore(root)
         self.index = KvIndex(database)
@@ -261,7 +261,7 @@ async def test_kv_of_a_deleted_key_is_named_no_more_and_goes(yard: Yard) -> None
     assert [(place.identity, place.scope, place.packs) for place in places] == [
         (IDENTITY, KEEPER.scope, ("kv/packs/one",))
     ]
-    assert await yard.database.write(lambda c: drop(c, places, KEEPER.tenant, "its key was deleted")) == 1
+    assert await yard.database.write(lambda c: drop(c, places, KEEPER.tenant, "its key was deleted", 1)) == 1
     assert await yard.index.known(IDENTITY, KEEPER.scope, chains("a", 2)) == ()
     yard.clock.pass_s(301)
     await yard.collection().collect(orphans=False)

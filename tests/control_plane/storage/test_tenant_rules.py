@@ -21,8 +21,7 @@ DEFAULT = RetentionSettings(log_s=3600.0, request_s=86400.0)
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_us = 1_800_000_000_000_000
-        for module in ("journal", "retention", "tenant_rules"):
-            monkeypatch.setattr(f"control_plane.{module}.time.time_ns", lambda: self.now_us * 1000)
+        monkeypatch.setattr("control_plane.database.clock.time.time_ns", lambda: self.now_us * 1000)
 
     def pass_h(self, hours: float) -> None:
         self.now_us += round(hours * HOUR_US)
