@@ -135,7 +135,8 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
     if not gateways.alone:
         dispatcher.lanes.granted = queue_shares.granted
         dispatcher.claim_room = lambda key, nbytes, judged: queue_shares.ensure(key, nbytes, judged=judged)
-    slot_files = SlotFiles(settings, StoreTokens(await keys.internal_secret("store")), store.opened)
+    store_tokens = StoreTokens(await keys.internal_secret("store"), lambda: db.clock.now_us() / 1e6)
+    slot_files = SlotFiles(settings, store_tokens, store.opened)
     slots = backend or _slots(settings, db, gateways, peers)
     if isinstance(slots, LinkedSlots):
         slots.files = slot_files
