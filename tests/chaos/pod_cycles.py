@@ -123,7 +123,8 @@ class Cycles:
         self._keys = {"default": service.key, "other": other}
         for tenant, function in TENANTS.items():
             spec = {"name": function, "model": checkpoint, "engine": "stub", "pod": {"trustDomain": tenant}}
-            spec["scaling"] = {"keep_alive": 0}
+            # What is learned of the rhythm of the cycles would keep a replica for the next one.
+            spec["scaling"] = {"keep_alive": 0, "mode": "advisory"}
             with service.open("PUT", f"/api/v1/functions/{function}", spec, authorization=self._bearer(tenant)):
                 pass
             self._wait_imported(tenant, function)

@@ -126,10 +126,13 @@ class TestCluster:
             0.1,
         )
         nodes = {node.name for node in self._nodes} if self._kubelet is not None else set()
-        self.wait(
-            lambda: not [each for each in self.api.list("pods") if each["spec"].get("nodeName") in nodes],
-            "no pod on our nodes", 120, 0.1,
-        )  # fmt: skip
+        ours = {"default", *self._made_namespaces}
+
+        def emptied() -> bool:
+            there = [each for each in self.api.list("pods") if each["metadata"]["namespace"] in ours]
+            return not any(each["spec"].get("nodeName") in nodes for each in there)
+
+        self.wait(emptied, "no pod of ours on our nodes", 120, 0.1)
         for name in nodes:
             self.api.delete("nodes", name)
 
