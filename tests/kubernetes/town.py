@@ -78,11 +78,13 @@ class Town:
 
 
 @contextlib.contextmanager
-def town(folder: Path, pool: Mapping[str, Any] = POOL, env: Mapping[str, str] | None = None) -> Iterator[Town]:
+def town(
+    folder: Path, pool: Mapping[str, Any] = POOL, env: Mapping[str, str] | None = None, **cluster_options: Any
+) -> Iterator[Town]:
     """`pool`: the spec of the one SlotPool. Ends with a look at what was denied: nothing is to be."""
     secret = folder / "agent-secret"
     secret.write_text("the secret of all the agents here\n")
-    with TestCluster(folder / "cluster") as cluster:
+    with TestCluster(folder / "cluster", **cluster_options) as cluster:
         for name in ("functions.yaml", "slotpools.yaml"):
             cluster.apply(CHART / "files" / "crds" / name)
         command = [tools.helm(), "template", "rel", str(CHART), "-n", "default", "-s", "templates/rbac.yaml"]

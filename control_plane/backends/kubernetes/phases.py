@@ -131,7 +131,7 @@ def _on_its_node(status: Object, events: list[Object]) -> Seen:
     waiting, ended = state.get("waiting") or {}, state.get("terminated") or {}
     reason, message = str(waiting.get("reason") or ""), str(waiting.get("message") or "")
     if reason in ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"):
-        return Seen(Phase.PULLING, reason, message or _last(events, "Failed"), trouble=True)
+        return Seen(Phase.PULLING, reason, _with_cause(message, events), trouble=True)
     if reason in ("CreateContainerConfigError", "CreateContainerError", "RunContainerError"):
         return Seen(Phase.STARTING, reason, message or _last(events, "Failed"), trouble=True)
     if reason == "CrashLoopBackOff":
@@ -180,6 +180,14 @@ def _end_words(ended: Object) -> str:
 
 def _condition(status: Object, kind: str) -> Object | None:
     return next((each for each in status.get("conditions") or () if each.get("type") == kind), None)
+
+
+def _with_cause(message: str, events: Iterable[Object]) -> str:
+    """That a pull is backed off does not say why; the event of the pull that failed does, where `Error: ErrImagePull`
+    beside it does not."""
+    told = [str(event.get("message") or "") for event in events if event.get("reason") == "Failed"]
+    cause = next((each for each in reversed(told) if ": " in each.removeprefix("Error: ")), "")
+    return message if cause in message else "; ".join(part for part in (message, cause) if part)
 
 
 def _last(events: Iterable[Object], reason: str) -> str:

@@ -67,6 +67,7 @@ class Kubelet:
         self.on_end: Callable[[PodWorker], None] = lambda worker: None
         self._pulled: set[tuple[str, str]] = set()
         self._lost: dict[str, asyncio.Event] = {}
+        self._off: set[str] = set()
         self._node_ips: dict[str, str] = {}
         self._pod_ips: dict[str, str] = {}
         self._workers: dict[str, PodWorker] = {}
@@ -241,6 +242,11 @@ class Kubelet:
         """Returns when the node reaches the server."""
         await self._lost[node].wait()
 
+    async def runs(self, node: str) -> None:
+        """Returns when the machine is there: one that died starts nothing."""
+        while node in self._off:
+            await self._lost[node].wait()
+
     async def event(self, pod: Object, kind: str, reason: str, message: str) -> None:
         with suppress(ApiError, aiohttp.ClientError, OSError):
             await self._world.event(pod, kind, reason, message)
@@ -367,6 +373,7 @@ class Kubelet:
         def lose() -> None:
             self._lost[node].clear()
             if kill:
+                self._off.add(node)
                 for each in [each for each in self._workers.values() if each.node == node]:
                     for name in list(each.running):
                         each.kill(name)
@@ -374,7 +381,11 @@ class Kubelet:
         self.on_loop(lose)
 
     def restore_node(self, node: str) -> None:
-        self.on_loop(self._lost[node].set)
+        def restore() -> None:
+            self._off.discard(node)
+            self._lost[node].set()
+
+        self.on_loop(restore)
 
     def execute(
         self,

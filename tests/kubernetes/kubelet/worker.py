@@ -199,6 +199,7 @@ class PodWorker:
         policy = "Always" if state.sidecar else self.pod["spec"]["restartPolicy"]
         delay_s = self.kubelet.first_backoff_s
         while True:
+            await self.kubelet.runs(self.node)
             began = time.monotonic()
             code = await self._once(container, state)
             again = policy == "Always" or (policy == "OnFailure" and code != 0)

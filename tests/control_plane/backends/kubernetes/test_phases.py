@@ -67,6 +67,18 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]], Phase, str, bool]] 
         "manifest unknown",
         True,
     ),
+    "a pull that is backed off": (
+        pod(**container(waiting={"reason": "ImagePullBackOff", "message": 'Back-off pulling image "x"'})),
+        [
+            event("Failed", 'Failed to pull image "x": rpc error: code = NotFound desc = manifest unknown'),
+            event("Failed", "Error: ErrImagePull"),
+            event("BackOff", 'Back-off pulling image "x"'),
+            event("Failed", "Error: ImagePullBackOff"),
+        ],
+        Phase.PULLING,
+        "manifest unknown",
+        True,
+    ),
     "no such secret": (
         pod(**container(waiting={"reason": "CreateContainerConfigError", "message": 'secret "s3" not found'})),
         [],
