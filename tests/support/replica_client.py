@@ -25,6 +25,7 @@ from urllib.parse import quote
 import msgspec
 import psutil
 
+from function_runtime.agent.loaders import MODULE as LOADER_MODULE
 from function_runtime.protocol import (
     AgentInfo,
     Attach,
@@ -135,6 +136,15 @@ class AgentProcess:
 
     def log(self) -> str:
         return (self.directory / "agent.log").read_text(errors="replace")[-4000:]
+
+    def serving(self) -> list[psutil.Process]:
+        """The family without loaders, of which one waits from some seconds on."""
+        found = []
+        for process in self.family():
+            with contextlib.suppress(psutil.Error):
+                if LOADER_MODULE not in process.cmdline():
+                    found.append(process)
+        return found
 
     def family(self) -> list[psutil.Process]:
         """Living processes that name this slot's directory, or its pool's, on their command line."""

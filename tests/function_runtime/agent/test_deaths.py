@@ -31,7 +31,7 @@ def test_a_killed_replica_has_failed_and_may_be_tried_again(agent: AgentProcess)
 def test_a_killed_agent_takes_its_replicas_with_it_within_a_second(agent: AgentProcess) -> None:
     for _ in range(2):
         agent.ready(stub_spec())
-    assert len(agent.family()) == 3
+    assert len(agent.serving()) == 3
     agent.process.kill()
     agent.process.wait()
     wait_for(lambda: not agent.family(), 1.0, "the end of the family")
@@ -81,7 +81,7 @@ def test_the_next_agent_clears_what_its_predecessor_left(agent: AgentProcess) ->
     agent.process.wait()
     agent.start()
     assert agent.state().replicas == ()
-    assert [p.pid for p in agent.family()] == [agent.process.pid]
+    assert [p.pid for p in agent.serving()] == [agent.process.pid]
     status = agent.ready(stub_spec())
     with agent.connect(status) as link:
         link.outcome(link.submit(work()))
@@ -114,7 +114,7 @@ def test_kills_at_random_moments_leave_no_dead_replica_counted_as_living(agent: 
     for spec in specs:
         agent.start_replica(spec)
         time.sleep(moments.random() / 10)
-        victims = [p for p in agent.family() if p.pid != agent.process.pid]
+        victims = [p for p in agent.serving() if p.pid != agent.process.pid]
         if victims:
             number = moments.choice([signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
             with contextlib.suppress(psutil.Error):
@@ -134,7 +134,7 @@ def test_kills_at_random_moments_leave_no_dead_replica_counted_as_living(agent: 
 
     wait_for(settled, 20, "rest")
     ready = {s.pid for s in agent.state().replicas if s.state is ReplicaState.READY}
-    assert {p.pid for p in agent.family()} == ready | {agent.process.pid}
+    assert {p.pid for p in agent.serving()} == ready | {agent.process.pid}
 
 
 def test_an_agent_lives_while_any_of_several_control_planes_reads_its_events(tmp_path: Path) -> None:
