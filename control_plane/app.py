@@ -165,7 +165,7 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
         settings, functions, serving, dispatcher, fleet, seating, decisions, gateways, demand, sender, observations
     )
     _tell_placing(fleet.placing, seating, functions)
-    fleet.placing.on_room = loop.poke
+    fleet.placing.on_room = loop.poke_later
 
     slot_scaling = SlotScaling(fleet, slots, decisions, settings.slot.hold_s, lambda: loop.leads)
     predicted = Predicted(functions, fleet)

@@ -40,7 +40,7 @@ AGAIN_S: Final = 60.0
 LINE_BYTES: Final = 1 << 20
 PREPARED_SLOTS: Final = 8
 """That load a new function's checkpoint before anybody calls it; others take it from them, or are told by forecasts."""
-PREPARED_FUNCTIONS: Final = 32
+PREPARED_FUNCTIONS: Final = 8
 """Whose checkpoints a new slot loads before anybody calls them: a pool holds few, and a cluster has many."""
 
 

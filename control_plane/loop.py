@@ -1,7 +1,8 @@
 """The control loop: for each function whose demand, replicas or spec changed, ask `autoscaler.decide` and do so.
 
 Events only mark a function; it is looked at once in the same turn of the event loop, so that however many requests wake
-it, it is woken once. Deciding and acting is one step without a pause, so a decision never acts on an older state.
+it, it is woken once. Deciding and acting is one step without a pause, so a decision never acts on an older state. Where
+all are to be looked at, that is done a slice at a time, and whatever has news of its own goes before.
 Of several gateways the leader decides, by what all of them have; the others tell it (`demand`), and see to what waits
 with them. Limits: a wake-up through a leader that has just died waits until another leads
 (`GatewaySettings.lead_within_s`).
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from autoscaler.decision import Decision, Observed, Phase, Reason
-from autoscaler.scaling import choose_victims, decide, warm_workers
+from autoscaler.scaling import choose_victims, decide
 from control_plane.decisions import Decisions
 from control_plane.demand import SETTLED_S, Demand, DemandSender
 from control_plane.dispatch import Dispatcher
@@ -35,6 +36,7 @@ from control_plane.seating import Seating
 from control_plane.serving import Servable, Serving
 from control_plane.settings import Settings
 from control_plane.starting import Starting
+from control_plane.warming import Warming
 from function_runtime.protocol import ReplicaState, ReplicaStatus
 
 if TYPE_CHECKING:
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SLICE_S: Final = 0.01
+"""For so long functions are decided upon before anything else runs."""
 CALM_S: Final = 0.05
 """How late a change of demand that leaves nobody waiting may be seen."""
 _WELL: Final = frozenset({Reason.AT_TARGET, Reason.KEEP_ALIVE})
@@ -62,7 +66,6 @@ class ControlLoop:
         sender: DemandSender,
         observations: Observations,
     ) -> None:
-        self._settings = settings
         self._functions = functions
         self._serving = serving
         self._dispatcher = dispatcher
@@ -81,12 +84,14 @@ class ControlLoop:
         self.starting = Starting(settings, serving, dispatcher, fleet, decisions, self._ask_again)
         self.observation.loads = observations.of
         self.observation.restarts = self.starting.restarts_of
-        self._dirty: set[FunctionKey] = set()
+        self._dirty: dict[FunctionKey, None] = {}
+        self._rest: dict[FunctionKey, None] = {}
+        """Those to be looked at without news of their own: behind the others."""
         self._due: asyncio.Handle | None = None
         self._timers: dict[FunctionKey, asyncio.TimerHandle] = {}
         self._calm: dict[FunctionKey, asyncio.TimerHandle] = {}
         self._told: dict[FunctionKey, str] = {}
-        self._warm_target = -1
+        self._warming = Warming(functions, fleet, settings.slot.warm_workers, lambda: self.leads)
         self._was_in_sight = False
         self.stopped = False
         self.parking: Parking | None = None
@@ -110,7 +115,17 @@ class ControlLoop:
     # --- events ---
 
     def poke(self, key: FunctionKey) -> None:
-        self._dirty.add(key)
+        self._dirty[key] = None
+        self._rest.pop(key, None)
+        self._run_soon()
+
+    def poke_later(self, key: FunctionKey) -> None:
+        """Behind those that have news of their own."""
+        if key not in self._dirty:
+            self._rest[key] = None
+        self._run_soon()
+
+    def _run_soon(self) -> None:
         if self._due is None and not self.stopped:
             self._due = asyncio.get_running_loop().call_soon(self._run)
 
@@ -152,9 +167,9 @@ class ControlLoop:
             self.observations.begin()
             self.forecasting.begin()
             self._told.clear()
-            self._warm_target = -1
+            self._warming.forget()
             self.on_lead(leads)
-            self._set_warm()
+            self._warming.settle()
         self.poke_all()
         if not self._gateways.alone and not self.stopped:
             asyncio.get_running_loop().call_later(SETTLED_S + 0.1, self.poke_all)
@@ -162,9 +177,9 @@ class ControlLoop:
 
     def poke_all(self) -> None:
         for function in self._functions.list():
-            self.poke((function.tenant, function.name))
+            self.poke_later((function.tenant, function.name))
         for status in self._fleet.living():
-            self.poke((status.spec.tenant, status.function))
+            self.poke_later((status.spec.tenant, status.function))
 
     def take_demand(self, report: DemandReport) -> DemandAnswer:
         """Another gateway tells what it has; it is told what cannot be had."""
@@ -216,7 +231,7 @@ class ControlLoop:
             self.observations.forget(key)
             self.observation.forget(key)
         self.poke(key)
-        self._set_warm()
+        self._warming.settle()
 
     def _slot_changed(self, slot_id: str, anew: bool) -> None:
         """What a slot says of itself concerns those that found no room, and those that run there; everybody only where
@@ -229,11 +244,7 @@ class ControlLoop:
         if anew or slot_id not in self._fleet.slots or self._fleet.is_closed(slot_id):
             for status in self._fleet.on(slot_id):
                 self.poke((status.spec.tenant, status.function))
-        state = self._fleet.slots.get(slot_id)
-        if self._warm_target < 0:
-            self._set_warm()
-        elif self.leads and state is not None and state.warm_target != self._fleet.pools.warm_target(slot_id):
-            self._fleet.spawn(self._fleet.pools.tell_warm(slot_id))
+        self._warming.slot_changed(slot_id)
 
     def _look_whether_in_sight(self) -> bool:
         """Who was decided upon without all slots' being in sight was held, and is looked at again once they are."""
@@ -276,13 +287,16 @@ class ControlLoop:
         self._due = None
         # Once for all that is decided now: it is a look at every slot.
         self.observation.in_sight = self._look_whether_in_sight()
-        dirty, self._dirty = self._dirty, set()
-        leads = self.leads
+        dirty, self._dirty = self._dirty, {}
+        leads, until_s = self.leads, time.monotonic() + SLICE_S
         if not leads and dirty:
             lanes = (lane for key in dirty for lane in self._dispatcher.lanes.of_function(key))
             waiting = any(lane.waiting for lane in lanes) or any(map(self.observation.is_woken, dirty))
             self._sender.changed(waiting=waiting)
-        for key in dirty:
+        while (dirty or self._rest) and time.monotonic() < until_s:
+            marked = dirty or self._rest
+            key = next(iter(marked))
+            del marked[key]
             try:
                 if leads:
                     self._tick(key)
@@ -290,6 +304,9 @@ class ControlLoop:
                     self._tend_own(key)
             except Exception:
                 logger.exception("event=tick_failed function=%s", key[1])
+        self._dirty = {**dirty, **self._dirty}
+        if self._dirty or self._rest:
+            self._run_soon()
 
     def _ask_again(self, key: FunctionKey, at_s: float) -> None:
         timer = self._timers.pop(key, None)
@@ -409,9 +426,10 @@ class ControlLoop:
                 self._dispatcher.lanes.drop(lane)
                 self._end_revisionless(key, lane)
         wanted = {lane.identity for lane in lanes if lane.waiting} | self.demand.identities_elsewhere(key)
-        if not self._fleet.in_sight:
+        orphans = wanted - {target.identity}
+        if not orphans or not self._fleet.in_sight:
             return
-        for identity in wanted - {target.identity}:
+        for identity in orphans:
             if any(s.spec.identity == identity and self._may_serve(s) for s in self._fleet.living(key)):
                 continue
             revision = self._serving.with_identity(key, identity)
@@ -471,11 +489,3 @@ class ControlLoop:
             "scale", key[1], None, None, f"{decision.reason}: {decision.detail}",
             {**decision.inputs, "have": have, "desired": decision.desired}, tenant=key[0],
         )  # fmt: skip
-
-    # --- warm workers ---
-
-    def _set_warm(self) -> None:
-        wanted = warm_workers(self._functions.natives, self._settings.slot.warm_workers)
-        if self.leads and wanted != self._warm_target and self._fleet.slots:
-            self._warm_target = wanted
-            self._fleet.spawn(self._fleet.pools.warm(wanted))

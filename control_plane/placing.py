@@ -34,6 +34,11 @@ AGE_S: Final = 10.0
 SOON_S: Final = 0.1
 """What was looked at so lately is not looked at again where there is no room."""
 ROOM_WAIT_S: Final = 30.0
+NO_ROOM_AGAIN_S: Final = 1.0
+"""Memory freed by others raises no event here: this often a start that found no room is tried again."""
+AGAIN_MOST_S: Final = 2.5
+"""Where many found none: less than `UNPLACED_S`, in which each has to be tried again."""
+TRIED_A_SECOND: Final = 400
 UNPLACED_S: Final = 3.0
 """A wish for room that was not repeated for this long is over."""
 RESUME_S: Final = 2.0
@@ -126,6 +131,11 @@ class Placing:
         """What is there, or whether it is there at all."""
         self._changed.add(slot_id)
         self.changes += 1
+
+    @property
+    def again_s(self) -> float:
+        """Until a start that has found no room is tried again: how many are tried in a second has a bound."""
+        return min(max(NO_ROOM_AGAIN_S, len(self.unplaced) / TRIED_A_SECOND), AGAIN_MOST_S)
 
     def room_came(self) -> None:
         for key in self.unplaced:

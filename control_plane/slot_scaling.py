@@ -41,6 +41,8 @@ AGAIN_S: Final = 5.0
 """Pause after a slot could not be had, or not be given back, where nobody says how long."""
 REFUSED_OFTEN: Final = 2
 """Refusals in a row; one may have been a call that got lost."""
+WAITS_S: Final = 0.1
+"""How old the count of slots may be by which it is guessed when there will be room."""
 NEW: Final = 0.3
 LAST_KEPT: Final = 20
 _QUIET: Final = frozenset({SlotReason.ENOUGH, SlotReason.HOLD_EMPTY, SlotReason.HOLD_PROVISIONING, SlotReason.BOUND})
@@ -63,6 +65,7 @@ class SlotScaling:
         self._asked_s: dict[str, float] = {}
         self._provision_s: dict[str, float] = {}
         """Seconds that slots of a class take to come."""
+        self._waits_s: tuple[float, dict[str, float]] = (float("-inf"), {})
         self._peaks: dict[str, Peaks] = {}
         self._told: dict[str, str] = {}
         self._pause_until_s: dict[str, float] = {}
@@ -91,11 +94,20 @@ class SlotScaling:
 
     def room_wait_s(self, class_name: str) -> float:
         """Until a new slot would be there; where there can be none, a guess."""
+        now_s = time.monotonic()
+        if now_s - self._waits_s[0] >= WAITS_S:
+            self._waits_s = (now_s, self._room_waits_s())
+        return self._waits_s[1].get(class_name, ROOM_WAIT_S)
+
+    def _room_waits_s(self) -> dict[str, float]:
+        """Of every class, from one look at the slots: placement asks at each start."""
         fleet, backend = self._fleet, self._backend
-        most = sum(each.most for each in backend.classes if each.name == class_name)
-        there = sum(backend.class_of(slot_id) == class_name for slot_id in (*fleet.slots, *backend.coming))
-        assumed_s = next((each.assumed_s for each in backend.classes if each.name == class_name), ROOM_WAIT_S)
-        return self._provision_s.get(class_name, assumed_s) if there < most else ROOM_WAIT_S
+        there = Counter(backend.class_of(slot_id) for slot_id in (*fleet.slots, *backend.coming))
+        return {
+            each.name: self._provision_s.get(each.name, each.assumed_s)
+            for each in backend.classes
+            if there[each.name] < each.most
+        }
 
     def may_grow(self, class_name: str) -> bool:
         """Whether more slots of a class may be had, as far as is known: it has not as many as it may, they are not

@@ -9,6 +9,7 @@ what is held, and of what is needed only what the leader told it (`told`).
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -35,6 +36,8 @@ class Standings:
         """Tenant and devices of each replica that lives."""
         self._held: dict[str, int] = {}
         self._wanted: dict[FunctionKey, int] = {}
+        self._wanted_of: Counter[str] = Counter()
+        """The same by tenant: the rule is made anew at each start that finds no device."""
         self._short_until_s = float("-inf")
         self._most_held = 0
         self._rule: tuple[float, Rule] | None = None
@@ -53,10 +56,9 @@ class Standings:
 
     def wants(self, key: FunctionKey, devices: int) -> None:
         """What the observed load of a function needs, with the replicas it keeps in any case."""
+        self._wanted_of[key[0]] += devices - self._wanted.pop(key, 0)
         if devices:
             self._wanted[key] = devices
-        else:
-            self._wanted.pop(key, None)
 
     def lacking(self) -> None:
         """A start found no device."""
@@ -67,6 +69,7 @@ class Standings:
     def forget(self) -> None:
         """Another gateway decides from here on."""
         self._wanted.clear()
+        self._wanted_of.clear()
         self._rule = None
         self._short_until_s = float("-inf")
 
@@ -90,9 +93,7 @@ class Standings:
 
     def all(self) -> tuple[Standing, ...]:
         held = self.held()
-        wanted: dict[str, int] = {}
-        for (tenant, _), devices in self._wanted.items():
-            wanted[tenant] = wanted.get(tenant, 0) + devices
+        wanted = {tenant: devices for tenant, devices in self._wanted_of.items() if devices}
         return tuple(
             Standing(tenant, held.get(tenant, 0), wanted.get(tenant, 0), self._quotas.of(tenant))
             for tenant in sorted(held.keys() | wanted.keys() | self._quotas.tenants)

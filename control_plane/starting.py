@@ -27,8 +27,6 @@ from control_plane.settings import Settings
 from control_plane.starts import StartRecord
 from function_runtime.protocol import ReplicaState, ReplicaStatus
 
-NO_ROOM_AGAIN_S: Final = 1.0
-"""Memory freed by others raises no event here: this often a start that found no room is tried again."""
 LOST_S: Final = 60.0
 """How long after a loss a start is put down to it."""
 HOUR_S: Final = 3600.0
@@ -51,6 +49,7 @@ class Starting:
         ask_again: Callable[[FunctionKey, float], None],
     ) -> None:
         self._settings = settings
+        self._store_uri = settings.store_uri  # NOTE: where it is a folder each look resolves it, at half a millisecond
         self._serving = serving
         self._dispatcher = dispatcher
         self._fleet = fleet
@@ -203,14 +202,14 @@ class Starting:
                 identity=revision.identity or "",
                 options=revision.spec.to_engine_options(),
                 env=environment,
-                kv_store="" if revision.spec.durability == "off" else self._settings.store_uri,
+                kv_store="" if revision.spec.durability == "off" else self._store_uri,
                 start_timeout_s=revision.spec.timeouts.cold_start_s,
                 shares_kv=revision.spec.share_prefixes == "all",
             )
             waiting = decision.inputs.get("waiting") if decision is not None else 1
             placement = self._fleet.place(spec, count=left, waiting=int(waiting or 0))
             if placement is None:
-                self._ask_again(key, now_s + NO_ROOM_AGAIN_S)
+                self._ask_again(key, now_s + self._fleet.placing.again_s)
                 return
             cause = self._cause(key, revision, decision)
             restart = self._note(key, spec.replica_id, cause)

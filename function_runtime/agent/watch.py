@@ -16,6 +16,7 @@ from typing import Final
 
 from function_runtime import process
 from function_runtime.agent.events import log
+from function_runtime.agent.replica import Replica
 from function_runtime.agent.slot import Slot
 from function_runtime.agent.worker_process import WorkerProcess
 from function_runtime.errors import SlotError
@@ -26,6 +27,9 @@ PERIOD_S: Final = 1.0
 MEMORY_EVERY: Final = 10
 """Periods from one look at memory to the next; starts and ends are measured when they happen. The kernel walks every
 page to answer: with a few hundred mapped megabytes a process, once a second took a tenth of a core from the engine."""
+IDLE_EVERY: Final = 5
+"""Periods from one telling of a replica to the next while only time has passed for it: a fleet at rest is told of by
+the thousand, and each telling is read by every control plane."""
 STOPPED_FOR_S: Final = 3.0
 
 
@@ -35,6 +39,8 @@ class Watch:
         self._orphan_s = orphan_s
         self._stopped_since: dict[int, tuple[float, int]] = {}
         """Since when, and the processor time it had by then: what ran in between did not stand still."""
+        self._told: dict[str, tuple[int, int]] = {}
+        """For how long each replica had worked when it was last told of, and at which look that was."""
         self._looks = 0
         self.read_at_s = time.monotonic()
         """When an event stream was last seen to be read."""
@@ -74,10 +80,21 @@ class Watch:
         self._looks += 1
         if self._looks % MEMORY_EVERY == 0 or not slot.live:
             await slot.measure_memory()
-        for replica in slot.live:
-            if replica.state in (ReplicaState.READY, ReplicaState.DRAINING):
+        serving = [each for each in slot.live if each.state in (ReplicaState.READY, ReplicaState.DRAINING)]
+        self._told = {each.id: self._told[each.id] for each in serving if each.id in self._told}
+        for replica in serving:
+            if self._is_news(replica):
                 replica.changed()
         slot.events.publish(SlotEvent())
+
+    def _is_news(self, replica: Replica) -> bool:
+        """Whether it has worked since it was last told of, or that is a while ago."""
+        worked_us = replica.time.attributed_us
+        told_us, look = self._told.get(replica.id, (-1, 0))
+        if told_us == worked_us and self._looks - look < IDLE_EVERY:
+            return False
+        self._told[replica.id] = (worked_us, self._looks)
+        return True
 
     def _workers(self) -> list[WorkerProcess]:
         held = [replica.worker for replica in self._slot.live if replica.worker is not None]

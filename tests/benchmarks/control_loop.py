@@ -51,11 +51,20 @@ class Street:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self.told: list[dict[str, Any]] = []
+        self._adding: dict[str, asyncio.Event] = {}
         self._reading = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
         while self._process.stdout is not None and (line := await self._process.stdout.readline()):
-            self.told.append(json.loads(line))
+            told = json.loads(line)
+            self.told.append(told)
+            if "added" in told:
+                self._adding.pop(told["added"]).set()
+
+    async def add(self, name: str, address: str) -> None:
+        added = self._adding[name] = asyncio.Event()
+        self.say(add=[name, address])
+        await added.wait()
 
     def say(self, **command: Any) -> None:
         if self._process.stdin is not None:
@@ -114,9 +123,8 @@ class Kubelet:
         task.add_done_callback(self._tasks.discard)
 
     async def _bring_up(self, name: str) -> None:
-        address, since = self._addresses.pod(), len(self._street.told)
-        self._street.say(add=[name, address])
-        await until(lambda: any(each.get("added") == name for each in self._street.told[since:]), 60)
+        address = self._addresses.pod()
+        await self._street.add(name, address)
         pod = self._api.objects["pods"].get(name)
         if pod is not None:
             status = {**running(ready=True), "podIP": address}
@@ -262,7 +270,8 @@ async def first_sync(place: Place, functions: int, slots: int) -> dict[str, Any]
             for each in place.api.objects["functions"].values()
         )
 
-    await until(said, 600)
+    while not said():  # noqa: ASYNC110
+        await asyncio.sleep(LAG_S)
     return {
         "functions_s": there_s, "whole_s": time.monotonic() - begin_s, "cpu_s": time.process_time() - cpu_s,
         "statements_a_function": place.writes.statements / functions,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import sys
@@ -19,11 +20,20 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 
-from function_runtime.protocol import ReplicaSpec, ReplicaState, ReplicaStatus, ReplicaTime, SlotEvent, SlotState
+from function_runtime.agent.watch import IDLE_EVERY, PERIOD_S
+from function_runtime.protocol import (
+    PoolEntry,
+    ReplicaSpec,
+    ReplicaState,
+    ReplicaStatus,
+    ReplicaTime,
+    SlotEvent,
+    SlotState,
+)
 from tests.control_plane.gateway.fakes import Behaviour, FakeReplica
 
-PERIOD_S: Final = 1.0
 START_S: Final = 0.05
+FORM_BYTES: Final = 128 << 20
 PORT: Final = 7070
 _event = msgspec.json.Encoder().encode
 _spec = msgspec.json.Decoder(ReplicaSpec)
@@ -39,6 +49,7 @@ class Slot:
         self.statuses: dict[str, ReplicaStatus] = {}
         self.replicas: dict[str, FakeReplica] = {}
         self.readers: set[asyncio.Queue[SlotEvent | None]] = set()
+        self.pool: dict[str, PoolEntry] = {}
         self.warm_target = 0
         self.site: web.BaseSite | None = None
         self._tasks = {asyncio.create_task(self._look())}
@@ -46,8 +57,8 @@ class Slot:
     @property
     def state(self) -> SlotState:
         return SlotState(
-            self.name, 1, f"life-of-{self.name}", True, self.warm_target, self.warm_target, 1 << 32, 0,
-            replicas=tuple(self.statuses.values()),
+            self.name, 1, f"life-of-{self.name}", True, self.warm_target, self.warm_target, 1 << 32,
+            FORM_BYTES * len(self.pool), pool=tuple(self.pool.values()), replicas=tuple(self.statuses.values()),
         )  # fmt: skip
 
     def publish(self, event: SlotEvent | None) -> None:
@@ -57,13 +68,19 @@ class Slot:
     async def _look(self) -> None:
         """As the agent's once-a-second look tells of it."""
         await asyncio.sleep(random.random() * PERIOD_S)
-        while True:
+        for look in itertools.count():
             for replica_id, status in list(self.statuses.items()):
                 if status.state is ReplicaState.READY:
-                    self._change(replica_id)
+                    if look % IDLE_EVERY == 0:
+                        self._change(replica_id)
                     self.replicas[replica_id].heartbeat()
             self.publish(SlotEvent())
             await asyncio.sleep(PERIOD_S)
+
+    def load(self, identity: str) -> None:
+        if identity not in self.pool:
+            self.pool[identity] = PoolEntry(identity, identity, "ready", FORM_BYTES, reload_s=1.0)
+        self.publish(SlotEvent(state=self.state))
 
     def _change(self, replica_id: str, **changes: Any) -> None:
         status = msgspec.structs.replace(self.statuses[replica_id], **changes)
@@ -77,6 +94,7 @@ class Slot:
         status = ReplicaStatus(spec.replica_id, spec.function, spec.revision, ReplicaState.STARTING, spec,
                                pid=1, created_us=time.time_ns() // 1000)  # fmt: skip
         self.statuses[spec.replica_id] = status
+        self.load(spec.identity)
         self._spawn(self._become_ready(spec))
         return status
 
@@ -185,10 +203,12 @@ class Street:
 
     async def _rest(self, request: web.Request) -> web.Response:
         """Pools and forecasts: taken, as an agent would, and told anew."""
-        await request.read()
+        raw = await request.read()
+        slot = self._slot(request)
         if request.path == "/v1/pool/forecast":
-            slot = self._slot(request)
             slot.publish(SlotEvent(state=slot.state))
+        elif request.path == "/v1/pool/warm":
+            slot.load(json.loads(raw)["identity"])
         tell(asked=request.path)
         return _json({})
 

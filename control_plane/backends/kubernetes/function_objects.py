@@ -1,6 +1,6 @@
 """`Function` objects kept in step with the functions of the API, by the leader, both ways (`agreeing` has the rule).
 
-Whatever changes marks a function; marked ones are looked at one after the other, and their objects' status is written
+Whatever changes marks a function; marked ones are looked at a few at a time, and their objects' status is written
 where it says something else than before. Limits: a fault of the API server or of the database is tried again after
 `AGAIN_S`; a name that another object has already is looked at again when either changes.
 """
@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
+from itertools import islice
 from typing import Any, Final
 
 from control_plane.backends.kubernetes.agreeing import (
@@ -40,8 +41,8 @@ logger = logging.getLogger(__name__)
 AGAIN_S: Final = 5.0
 SETTLE_S: Final = 0.25
 """How long a status may be behind: what starts and is ready within it is written once."""
-BREATH: Final = 20
-"""Functions that are looked at without letting anything else run."""
+AT_ONCE: Final = 8
+"""Functions that are looked at together: what each costs is waiting, for the database and the API server."""
 StatusOf = Callable[[Function], tuple[dict[str, Any], tuple[Condition, ...]]]
 
 
@@ -148,21 +149,32 @@ class FunctionObjects:
             self._led = True
             self._mark_all()
         marked, self._marked = self._marked, {}
-        for count, key in enumerate(marked):
+        if not await self._each(marked, self._settle_or_again):
+            return
+        restated, self._restated = self._restated, {}
+        await self._each(restated, self._restate)
+
+    async def _each(
+        self, keys: Iterable[FunctionKey], work: Callable[[FunctionKey], Coroutine[Any, Any, None]]
+    ) -> bool:
+        """Some at a time, so that their writes wait together; False: the lead went meanwhile."""
+        left = iter(keys)
+        while some := list(islice(left, AT_ONCE)):
             if not self._leads():
                 self._led = False
-                return  # the lead went while the database or the API server was waited for
-            if count % BREATH == BREATH - 1:
-                await asyncio.sleep(0)
-            try:
-                await self._settle(key)
-            except (ApiError, StokerError) as error:
-                logger.warning("event=function_object_unsettled function=%s error=%s", key[1], error)
-                asyncio.get_running_loop().call_later(AGAIN_S, self.mark, key)
-            self._restated[key] = None
-        restated, self._restated = self._restated, {}
-        for key in restated:
-            await self._restate(key)
+                return False
+            async with asyncio.TaskGroup() as group:
+                for key in some:
+                    group.create_task(work(key))
+        return True
+
+    async def _settle_or_again(self, key: FunctionKey) -> None:
+        try:
+            await self._settle(key)
+        except (ApiError, StokerError) as error:
+            logger.warning("event=function_object_unsettled function=%s error=%s", key[1], error)
+            asyncio.get_running_loop().call_later(AGAIN_S, self.mark, key)
+        self._restated[key] = None
 
     def _of(self, key: FunctionKey) -> Object | None:
         """The object that speaks for a function: of several the oldest."""

@@ -7,6 +7,7 @@ nothing is validated and nobody is refused: `tests.kubernetes` has a server that
 from __future__ import annotations
 
 import asyncio
+import bisect
 import copy
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -118,7 +119,8 @@ class FakeApi:
             raise ApiRefused(410, "Expired", f"too old resource version: {version}")
         while cuts == self._cuts:
             moved = self._moved
-            for at, plural, event in [each for each in self._log if each[0] > seen]:
+            first = bisect.bisect_right(self._log, seen, key=lambda each: each[0])
+            for at, plural, event in self._log[first:]:
                 seen = at
                 if plural == resource.plural and _selected(event.object, labels):
                     yield event

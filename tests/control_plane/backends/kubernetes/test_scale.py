@@ -118,3 +118,22 @@ async def test_at_rest_nothing_is_written_whatever_there_is(tmp_path: Path, monk
     await objects.close()
     await backend.close(end_agents=False, grace_s=0)
     await database.close()
+
+
+async def test_objects_found_together_are_deployed_together_and_each_once(tmp_path: Path) -> None:
+    database = await Database.open(str(tmp_path / "stoker.db"), DatabaseSettings())
+    api, functions, count = FakeApi(), FunctionStore(database), 40
+    for number in range(count):
+        api.put(FUNCTIONS, {"metadata": {"name": f"f-{number}"}, "spec": {"model": "file:///m", "engine": "stub"}})
+    condition = Condition("Ready", True, "AtZero", "nobody calls it")
+    objects = FunctionObjects(
+        functions, Bonds(database), lambda: True, lambda function: ({"state": "AtZero"}, (condition,)),
+        release="rel", make_objects=False,
+    )  # fmt: skip
+    before = database.stats.commits
+    objects.start(api)
+    await until(lambda: all("status" in found for found in api.objects["functions"].values()), within_s=60)
+    assert len(functions.list()) == count and api.calls["patch functions"] == count
+    assert database.stats.commits - before < count, "each is two writes: they wait together"
+    await objects.close()
+    await database.close()

@@ -1,0 +1,291 @@
+"""Work that is done now and then, counted: once for all classes, once while nothing changes, and of those concerned."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from control_plane import moving, slot_pools, upkeep
+from control_plane.backends.base import SlotClass
+from control_plane.backends.kubernetes.kinds import Kinds
+from control_plane.fleet import KEEP_ENDED, Fleet
+from control_plane.functions import ImportState
+from control_plane.importing import PREPARED_FUNCTIONS, Importing
+from control_plane.moving import Moves
+from control_plane.pod_spec import PodFields
+from control_plane.settings import Settings
+from control_plane.slot_pools import SlotPools
+from control_plane.slot_scaling import SlotScaling
+from control_plane.upkeep import IDLE_REPORT_S, REPORTED_AT_ONCE, Upkeep
+from function_runtime.protocol import (
+    EngineOptions,
+    PoolEntry,
+    ReplicaSpec,
+    ReplicaState,
+    ReplicaStatus,
+    ReplicaTime,
+    SlotState,
+)
+from tests.control_plane.backends.kubernetes.fake_cluster import slot_pool
+from tests.control_plane.gateway.fakes import FakeSlot
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+def replica(replica_id: str, state: ReplicaState = ReplicaState.READY, worked_us: int = 0) -> ReplicaStatus:
+    spec = ReplicaSpec(replica_id, "f", 1, "default", "", "", EngineOptions(engine="stub"))
+    return ReplicaStatus(replica_id, "f", 1, state, spec, pid=7, time=ReplicaTime(9, 1, worked_us))
+
+
+def state_of(slot_id: str, *identities: str, used_bytes: int = 0) -> SlotState:
+    pool = tuple(PoolEntry(each, each, "ready", 1) for each in identities)
+    return SlotState(slot_id, 1, "life", True, 0, 0, 1000, used_bytes, pool=pool)
+
+
+# --- the fleet ---
+
+
+class Books:
+    async def report_replica(self, status: ReplicaStatus) -> None:
+        return
+
+    async def close_replica(self, status: ReplicaStatus) -> None:
+        return
+
+
+async def test_that_time_has_passed_for_a_replica_is_told_to_nobody_who_watches_its_state() -> None:
+    fleet, moved, all_news = Fleet(FakeSlot(), Books()), list[str](), list[str]()
+    fleet.watchers.append(lambda status, before: moved.append(status.state))
+    fleet.on_replica = lambda status, before: all_news.append(status.state)
+    fleet.replica_changed("slot-0", replica("r", ReplicaState.STARTING))
+    for worked_us in (0, 0, 5):
+        fleet.replica_changed("slot-0", replica("r", worked_us=worked_us))
+    fleet.replica_changed("slot-0", replica("r", ReplicaState.ENDED))
+    assert moved == [ReplicaState.STARTING, ReplicaState.READY, ReplicaState.ENDED]
+    assert len(all_news) == 5
+
+
+async def test_of_those_that_ended_the_last_are_remembered_and_all_that_live() -> None:
+    fleet = Fleet(FakeSlot(), Books())
+    for number in range(KEEP_ENDED + 10):
+        fleet.replica_changed("slot-0", replica(f"r-{number}"))
+    for number in range(KEEP_ENDED + 5):
+        fleet.replica_changed("slot-0", replica(f"r-{number}", ReplicaState.ENDED))
+    assert len(fleet.living()) == fleet.count_on("slot-0") == 5
+    assert "r-4" not in fleet.replicas and "r-5" in fleet.replicas
+    assert len(fleet.replicas) == KEEP_ENDED + 5
+
+
+# --- classes of slots ---
+
+
+def test_the_slots_are_looked_at_once_however_many_classes_there_are() -> None:
+    asked: Counter[str] = Counter()
+
+    def class_of(slot_id: str) -> str:
+        asked[slot_id] += 1
+        return "c-0"
+
+    classes = tuple(SlotClass(f"c-{number}", 0, 5) for number in range(50))
+    backend: Any = SimpleNamespace(class_of=class_of, coming={"new": 1.0}, leaving=frozenset(), classes=classes)
+    placing = SimpleNamespace(still_unplaced=lambda now_s: {})
+    slots = {f"s-{number}": state_of(f"s-{number}") for number in range(10)}
+    fleet: Any = SimpleNamespace(
+        slots=slots, placing=placing, in_sight=True, count_on=lambda slot_id: 1, is_closed=lambda slot_id: False
+    )
+    scaling = SlotScaling(fleet, backend, SimpleNamespace(), 0.0, lambda: True)  # type: ignore[arg-type]
+    scaling._note(classes, 1.0)
+    demands = scaling._demands(classes, 1.0)
+    assert max(asked.values()) <= 2, asked
+    assert [len(demands[name].slots) for name in ("c-0", "c-1")] == [11, 0]
+    asked.clear()
+    waits = [scaling.room_wait_s(each.name) for each in classes for _ in range(3)]
+    assert max(asked.values()) == 1 and waits[0] == 30.0 and waits[-1] == 2.0
+
+
+def test_a_class_is_there_for_as_long_as_a_function_needs_it() -> None:
+    kinds = Kinds("rel", "image", "default")
+    kinds.pool_changed("default", {**slot_pool(), "metadata": {"name": "default", "uid": "u", "generation": 1}})
+    (own,) = kinds.all
+    fields = PodFields(trustDomain="team")
+    for name in ("one", "two"):
+        kinds.function_changed(("default", name), fields)
+    kinds.function_changed(("default", "plain"), None)
+    assert len(kinds.all) == 2 and kinds.of(("default", "one")) == kinds.of(("default", "two")) != own
+    kinds.function_gone(("default", "one"))
+    assert len(kinds.all) == 2
+    kinds.function_changed(("default", "two"), None)
+    kinds.function_gone(("default", "plain"))
+    assert list(kinds.all) == [own] == [kinds.of(("default", "two"))]
+
+
+def test_a_change_of_one_function_is_no_look_at_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds, asked = Kinds("rel", "image", "default"), 0
+    kinds.pool_changed("default", {**slot_pool(), "metadata": {"name": "default", "uid": "u", "generation": 1}})
+    kind = kinds._kind
+
+    def counted(*given: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        return kind(*given)
+
+    monkeypatch.setattr(kinds, "_kind", counted)
+    for number in range(30):
+        kinds.function_changed(("default", f"f-{number}"), None)
+    assert asked == 30
+
+
+# --- what is done now and then ---
+
+
+async def test_a_fleet_at_rest_is_reported_by_the_minute_and_what_works_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, reported = Clock(), list[list[str]]()
+    monkeypatch.setattr(upkeep, "time", clock)
+
+    class Ledger:
+        async def report_replicas(self, statuses: list[ReplicaStatus]) -> None:
+            reported.append([status.replica_id for status in statuses])
+
+    living = [replica(f"r-{number}") for number in range(REPORTED_AT_ONCE + 5)]
+    context: Any = SimpleNamespace(
+        gateways=SimpleNamespace(leads=True), fleet=SimpleNamespace(living=lambda: living), ledger=Ledger()
+    )
+    keeping = Upkeep(context)
+    await keeping._report()
+    assert [len(batch) for batch in reported] == [REPORTED_AT_ONCE, 5]
+    reported.clear()
+    clock.now_s += 15.0
+    living[3] = replica("r-3", worked_us=100)
+    await keeping._report()
+    assert reported == [["r-3"]]
+    reported.clear()
+    clock.now_s += IDLE_REPORT_S - 15.0
+    await keeping._report()
+    assert sum(map(len, reported)) == len(living) - 1, "all but the one that was told of since"
+
+
+async def test_moves_are_not_looked_for_while_nothing_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, asked = Clock(), 0
+    monkeypatch.setattr(moving, "time", clock)
+
+    def work(spec: ReplicaSpec) -> Any:
+        nonlocal asked
+        asked += 1
+        return SimpleNamespace(devices=1)
+
+    living = [replica(f"r-{number}") for number in range(10)]
+    placing = SimpleNamespace(
+        in_flight=lambda replica_id: 0, changes=1, unplaced={}, kept=lambda key: 99, work=work,
+        homes=lambda now_s, kind: [], still_unplaced=lambda now_s: {},
+    )  # fmt: skip
+    fleet: Any = SimpleNamespace(
+        living=lambda key=None: living, watchers=[], in_sight=True, placing=placing, successors={},
+        replicas={status.replica_id: status for status in living},
+    )  # fmt: skip
+    moves = Moves(fleet, SimpleNamespace(classes=()), SimpleNamespace(), lambda: True, lambda *given: True)  # type: ignore[arg-type]
+    await moves.look()
+    for _ in range(5):
+        clock.now_s += moving.IDLE_S
+        await moves.look()
+    assert asked == 10, "once, when they had been idle for long enough"
+    placing.changes += 1
+    await moves.look()
+    assert asked == 20
+    clock.now_s += moving.ANEW_S
+    await moves.look()
+    assert asked == 30, "memory moves without a word"
+
+
+class Told:
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, float]]] = []
+        self.loaded: list[str] = []
+
+    async def expect_pool(self, slot_id: str, chances: dict[str, float], holds_s: float) -> None:
+        self.calls.append((slot_id, chances))
+
+    async def warm_pool(self, slot_id: str, manifest_path: str, dtype: str, peers: Any) -> None:
+        self.loaded.append(slot_id)
+
+    def peers(self, slot_ids: list[str]) -> tuple[()]:
+        return ()
+
+    def class_of(self, slot_id: str) -> str:
+        return "big" if slot_id == "other" else "small"
+
+
+def pools_of(told: Told, *states: SlotState) -> SlotPools:
+    fleet: Any = SimpleNamespace(
+        slots={state.slot_id: state for state in states},
+        count_on=lambda slot_id: 0,
+        is_terminating=lambda slot_id: False,
+        placing=SimpleNamespace(kind_of=lambda key: "small"),
+    )
+    return SlotPools(fleet, told)  # type: ignore[arg-type]
+
+
+async def test_a_slot_is_told_the_chances_of_what_it_holds_and_not_again_while_that_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, told = Clock(), Told()
+    monkeypatch.setattr(slot_pools, "time", clock)
+    pools = pools_of(told, state_of("one", "a", "b"), state_of("two"))
+    for _ in range(3):
+        await pools.expect({"a": 0.5, "c": 1.0}, 60.0)
+        clock.now_s += 10.0
+    assert told.calls == [("one", {"a": 0.5})]
+    await pools.expect({"a": 0.5, "c": 1.0}, 60.0)
+    assert len(told.calls) == 2, "half of its time is over"
+    await pools.expect({"a": 0.9}, 60.0)
+    assert told.calls[-1] == ("one", {"a": 0.9})
+
+
+async def test_a_new_slot_prepares_a_few_of_its_class_and_no_other_slot_is_asked(tmp_path: Path) -> None:
+    told = Told()
+    pools = pools_of(told, state_of("new"), state_of("known"), state_of("full", used_bytes=950), state_of("other"))
+    spec = SimpleNamespace(engine="native", dtype="auto")
+    functions = [
+        SimpleNamespace(
+            updated_us=number,
+            current=SimpleNamespace(
+                tenant="default", function=f"f-{number}", state=ImportState.READY, spec=spec, manifest_path="/m",
+                identity=f"{number}",
+            ),
+        )
+        for number in range(100)
+    ]  # fmt: skip
+    store: Any = SimpleNamespace(list=lambda: functions, subscribe=lambda subscriber: None)
+    fleet: Any = SimpleNamespace(pools=pools)
+    importing = Importing(Settings(data_dir=tmp_path), store, fleet, SimpleNamespace())  # type: ignore[arg-type]
+    for slot_id in ("new", "full", "other"):
+        importing.slot_appeared(slot_id)
+    await asyncio.gather(*importing._tasks)
+    assert told.loaded == ["new"] * PREPARED_FUNCTIONS
+
+
+def test_what_stands_still_is_not_told_every_second() -> None:
+    from function_runtime.agent.watch import IDLE_EVERY, Watch
+
+    watch = Watch(SimpleNamespace(), 60.0)  # type: ignore[arg-type]
+    still: Any = SimpleNamespace(id="r", time=msgspec.structs.replace(ReplicaTime(), attributed_us=5))
+    news: list[bool] = []
+    for look in range(2 * IDLE_EVERY):
+        watch._looks = look
+        news.append(watch._is_news(still))
+    assert news == [look % IDLE_EVERY == 0 for look in range(2 * IDLE_EVERY)]
+    still.time = ReplicaTime(attributed_us=6)
+    assert watch._is_news(still), "it has worked"
