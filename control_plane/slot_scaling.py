@@ -41,7 +41,7 @@ AGAIN_S: Final = 5.0
 """Pause after a slot could not be had, or not be given back, where nobody says how long."""
 REFUSED_OFTEN: Final = 2
 """Refusals in a row; one may have been a call that got lost."""
-WAITS_S: Final = 0.1
+COUNTED_S: Final = 0.1
 """How old the count of slots may be by which it is guessed when there will be room."""
 NEW: Final = 0.3
 LAST_KEPT: Final = 20
@@ -65,7 +65,7 @@ class SlotScaling:
         self._asked_s: dict[str, float] = {}
         self._provision_s: dict[str, float] = {}
         """Seconds that slots of a class take to come."""
-        self._waits_s: tuple[float, dict[str, float]] = (float("-inf"), {})
+        self._count: tuple[float, Counter[str], dict[str, base.SlotClass]] | None = None
         self._peaks: dict[str, Peaks] = {}
         self._told: dict[str, str] = {}
         self._pause_until_s: dict[str, float] = {}
@@ -94,20 +94,20 @@ class SlotScaling:
 
     def room_wait_s(self, class_name: str) -> float:
         """Until a new slot would be there; where there can be none, a guess."""
-        now_s = time.monotonic()
-        if now_s - self._waits_s[0] >= WAITS_S:
-            self._waits_s = (now_s, self._room_waits_s())
-        return self._waits_s[1].get(class_name, ROOM_WAIT_S)
+        there, classes = self._counted()
+        known = classes.get(class_name)
+        if known is None or there[class_name] >= known.most:
+            return ROOM_WAIT_S
+        return self._provision_s.get(class_name, known.assumed_s)
 
-    def _room_waits_s(self) -> dict[str, float]:
-        """Of every class, from one look at the slots: placement asks at each start."""
-        fleet, backend = self._fleet, self._backend
-        there = Counter(backend.class_of(slot_id) for slot_id in (*fleet.slots, *backend.coming))
-        return {
-            each.name: self._provision_s.get(each.name, each.assumed_s)
-            for each in backend.classes
-            if there[each.name] < each.most
-        }
+    def _counted(self) -> tuple[Counter[str], dict[str, base.SlotClass]]:
+        """Slots by class, those that are coming too, and the classes, from one look: every start asks for them."""
+        now_s = time.monotonic()
+        if self._count is None or now_s - self._count[0] >= COUNTED_S:
+            fleet, backend = self._fleet, self._backend
+            there = Counter(backend.class_of(slot_id) for slot_id in {*fleet.slots, *backend.coming})
+            self._count = (now_s, there, {each.name: each for each in backend.classes})
+        return self._count[1:]
 
     def may_grow(self, class_name: str) -> bool:
         """Whether more slots of a class may be had, as far as is known: it has not as many as it may, they are not
