@@ -10,6 +10,8 @@ import json
 import shutil
 import subprocess
 import tempfile
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -108,3 +110,47 @@ def test_slots_as_pods_come_for_a_request_with_the_rights_of_the_chart(cluster: 
     run(cluster, tools.helm(), "two", "uninstall", "demo", "--wait")
     # Pools go with the chart's list of them, and slots with their pool.
     cluster.wait(lambda: not cluster.api.list("pods", "two"), "no pod is left", 60)
+
+
+def not_ready(url: str) -> str:
+    """Why a control plane takes no requests; empty if it does, or does not listen yet."""
+    try:
+        with urllib.request.urlopen(f"{url}/health/ready", timeout=10):
+            return ""
+    except urllib.error.HTTPError as error:
+        return error.read().decode()
+    except OSError:
+        return ""
+
+
+@pytest.mark.e2e
+def test_what_is_missing_or_out_of_reach_is_said_by_a_pod_that_runs(cluster: TestCluster) -> None:
+    """A secret's name that is wrong, then a database that is not there: the install comes up and says which."""
+    cluster.create_namespace("wrong", **{"pod-security.kubernetes.io/enforce": "restricted"})
+    values = {**SMALL, "replicas": 1, "slots": {**SMALL["slots"], "mode": "pods"}}  # type: ignore[dict-item]
+    values |= {
+        "database": {"existingSecret": "absent"},
+        "objectStore": {"uri": "s3://bucket/p?endpoint=http://[::1]:9"},
+    }
+    run(cluster, tools.helm(), "wrong", "install", "demo", str(CHART), "--values", "-", given=json.dumps(values))
+
+    def says(words: str) -> bool:
+        for pod in cluster.api.list("pods", "wrong", "app.kubernetes.io/component=control-plane"):
+            name, url = pod["metadata"]["name"], f"http://{pod['status'].get('podIP')}:8080"
+            if "deletionTimestamp" not in pod["metadata"] and words in not_ready(url):
+                # All pods share a loopback here, and listen on addresses of their own.
+                command = ["env", f"STOKER_URL={url}", "python", "-m", "control_plane.cli.main", "doctor"]
+                code, told = cluster.kubelet.execute(name, command, "wrong")
+                assert code != 0 and words in told, told
+                return True
+        return False
+
+    cluster.wait(lambda: says("field url of secret absent is not there"), "the name of the secret")
+    url = "postgresql://stoker@127.0.0.1:9/none"
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "absent"}, "stringData": {"url": url}}
+    cluster.api.apply(secret, "wrong")
+    for pod in cluster.api.list("pods", "wrong"):
+        cluster.api.delete("pods", pod["metadata"]["name"], "wrong", gracePeriodSeconds=0)
+    cluster.wait(lambda: says("127.0.0.1:9"), "the database that does not answer")
+    assert not cluster.denied
+    run(cluster, tools.helm(), "wrong", "uninstall", "demo", "--wait")

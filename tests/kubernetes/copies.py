@@ -123,8 +123,10 @@ class Copies:
         """The leader, once two copies are ready and database and Lease agree on it."""
 
         def agreed() -> str:
-            leader = self.leader()
-            return leader if len(self.gateways()) == 2 and leader and self.holder() == leader else ""
+            # What costs least is asked first: a look into the database is a connection.
+            there = self.gateways()
+            holder = self.holder() if len(there) == 2 else ""
+            return holder if holder in there and self.leader() == holder else ""
 
         return str(self.cluster.wait(agreed, "two copies that agree on who leads", 60))
 

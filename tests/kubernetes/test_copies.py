@@ -91,7 +91,7 @@ def test_a_leader_that_was_stopped_creates_and_deletes_nothing_when_it_goes_on(p
     pid = place.pid(leader)
     os.kill(pid, signal.SIGSTOP)
     try:
-        place.cluster.wait(lambda: place.leader() == place.holder() == other, "another leader")
+        place.cluster.wait(lambda: place.holder() == other and place.leader() == other, "another leader")
         place.cluster.faults.clear()
         assert answer(reader) == whole
         place.cluster.server.forget_recorded()
