@@ -134,7 +134,11 @@ class MappedForm:
         if arriving is not None:
             with contextlib.suppress(SourceMissing, OSError):
                 return cls(PreparedFile.open_arriving(arriving))
-        return cls(PreparedFile.open(path, verify=False))
+        try:
+            return cls(PreparedFile.open(path, verify=False))
+        except SourceMissing as error:
+            # The load that was to bring it goes another way now, or somebody removed it: asked again, it is loaded.
+            raise LoadError("form_gone", f"{error}: it is loaded again", retry=True) from error
 
     @property
     def is_current(self) -> bool:
@@ -194,7 +198,7 @@ class NativeBuilder:
             if ahead is None:
                 try:
                     ahead = self._ahead[path] = MappedForm.open(path)
-                except LoaderError:
+                except (LoaderError, LoadError):
                     # Gone meanwhile; the agent's next word will say so.
                     continue
             if ahead.populate_some():

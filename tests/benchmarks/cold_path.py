@@ -44,9 +44,9 @@ READY_S: Final = 120.0
 
 
 def leave_nothing(service: Service) -> None:
-    """Kills the agent, its replica with it, and removes what a new slot would not have."""
+    """Removes what a new slot would not have, and kills the agent, its replica with it; in this order, so that no agent
+    that follows finds anything to take over."""
     pools = service.pool_directories()
-    service.kill("agent")
     for folder in (*pools, service.data_dir / "models" / "sources", *service.data_dir.glob("slots/*/artifacts")):
         for path in folder.rglob("*"):
             if path.is_file():
@@ -54,6 +54,7 @@ def leave_nothing(service: Service) -> None:
     # What it measured is of the slot that is gone, too.
     for folder in (*service.data_dir.glob("slots/*/chunks"), *service.data_dir.glob("slots/*/speeds")):
         shutil.rmtree(folder, ignore_errors=True)
+    service.kill("agent")
 
 
 def stored_kv(client: Any) -> Iterator[tuple[str, int]]:

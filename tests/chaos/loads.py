@@ -1,8 +1,9 @@
 """Random faults over imports, loads and evictions of two slots that share a models directory.
 
-A step meddles with something (kills, bad bytes, short or missing files, a full disk, a peer that dies or is behind a
-bad network, two at once), puts it right again and asks for the form once more; then what must always hold is looked at.
-The seed gives the steps again. Limits: one step at a time; what happens at the same moment is inside a step.
+A step meddles with something (kills, bad bytes, short or missing files, a full disk, a peer that dies, peers and an
+object store behind a bad network, two at once), puts it right again and asks for the form once more; then what must
+always hold is looked at. The seed gives the steps again. Limits: one step at a time; what happens at the same moment is
+inside a step.
 """
 
 from __future__ import annotations
@@ -26,16 +27,21 @@ from typing import Any, Final
 import psutil
 
 from function_runtime.protocol import peer_token
+from model_loader.forms.head import form_name
+from model_loader.forms.kept import StoredForms
 from model_loader.forms.loading import NAME_AT_WORK, RATES_NAME, keep_form
 from model_loader.forms.order import FormOrder
 from model_loader.importer import import_model
+from model_loader.llama_layout import recipe_name
 from model_loader.manifest import Manifest
+from model_loader.objects.location import TOKEN_VARIABLE
 from model_loader.pool import pool_key
 from model_loader.prepared import PreparedFile
 from model_loader.recipe import prepare
 from tests.support.checkpoints import make_tiny_llama
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.replica_client import AgentError, AgentProcess, wait_for
+from tests.support.served_store import TOKEN, ServedStore
 
 DTYPE: Final = "float32"
 DISK_BYTES: Final = 64 << 20
@@ -84,9 +90,13 @@ class Loads:
         return contents(path)
 
     def __enter__(self) -> Loads:
+        self.stored = self._stack.enter_context(ServedStore(self.folder / "objects"))
+        self.network = self._stack.enter_context(FaultyProxy(self.stored.port))
+        uri = f"http+stoker://127.0.0.1:{self.network.port}"
+        options = ("--disk-bytes", str(DISK_BYTES), "--orphan-s", "3600", "--form-store", uri)
         for number in (0, 1):
             directory = self.folder / f"slot-{number}"
-            agent = AgentProcess(directory, "--disk-bytes", str(DISK_BYTES), "--orphan-s", "3600")
+            agent = AgentProcess(directory, *options, env={TOKEN_VARIABLE: TOKEN})
             self.agents.append(self._stack.enter_context(agent))
         return self
 
@@ -318,14 +328,48 @@ def peer_behind_a_bad_network(loads: Loads, slot: int, model: int) -> None:
     loads.prefer(slot, "peer")
     kind = loads.choose.choice(["reset", "cut", "flip", "unavailable", "slow", "late"])
     share = loads.choose.choice([0.2, 0.6, 1.0])
-    faults = {"slow": {"bytes_per_s": 4e6}, "late": {"delay_s": 0.3}}.get(kind, {kind: share})
     with FaultyProxy(loads.agents[1 - slot].info.port) as proxy:
-        proxy.set(seed=loads.choose.randrange(1 << 31), **faults)
+        proxy.set(seed=loads.choose.randrange(1 << 31), **_bad_network(kind, share))
         said = loads.warm(slot, model, peers=True, by_way_of=proxy.url)
     if said:
         loads.found.stuck.append(f"a bad network to a peer ({kind}, {share}) cost a load: {said[:300]}")
     loads.prefer(slot, "make")
     loads.must_load(slot, model)
+
+
+def store_behind_a_bad_network(loads: Loads, slot: int, model: int) -> None:
+    """The form is in the object store: its ranges come late, cut, changed, refused, or its bytes are not what they
+    were."""
+    agent = loads.agents[slot]
+    loads.must_load(slot, model)
+    path = agent.pool_directory / f"{loads.key(model)}.prepared"
+    StoredForms(loads.stored.directory).keep(PreparedFile.open(path, verify=True))
+    loads.evict(slot, model)
+    shutil.rmtree(agent.directory / "chunks", ignore_errors=True)
+    loads.prefer(slot, "store")
+    kind = loads.choose.choice(["reset", "cut", "flip", "unavailable", "slow", "late", "changed", "missing"])
+    share = loads.choose.choice([0.2, 0.6, 1.0])
+    name = form_name(loads.manifests[model].identity, recipe_name(DTYPE))
+    if kind == "changed":
+        body = loads.stored.directory.get(f"forms/{name}/body")
+        loads.stored.directory.put(f"forms/{name}/body", altered(body, loads.choose))
+    elif kind == "missing":
+        loads.stored.directory.delete(f"forms/{name}/body")
+    else:
+        loads.network.set(seed=loads.choose.randrange(1 << 31), **_bad_network(kind, share))
+    said = loads.warm(slot, model)
+    loads.network.set()
+    if said:
+        loads.found.stuck.append(f"an object store that was {kind} ({share}) cost a load: {said[:300]}")
+    for part in ("head", "body"):
+        loads.stored.directory.delete(f"forms/{name}/{part}")
+    loads.prefer(slot, "make")
+    loads.must_load(slot, model)
+
+
+def _bad_network(kind: str, share: float) -> dict[str, float]:
+    """What `FaultyProxy` is to do; `share` of the requests meet it, or all of them."""
+    return {"slow": {"bytes_per_s": 4e6}, "late": {"delay_s": 0.3}}.get(kind, {kind: share})
 
 
 def kill_eviction(loads: Loads, slot: int, model: int) -> None:
@@ -423,6 +467,7 @@ STEPS: Final[dict[str, Callable[[Loads, int, int], None]]] = {
     "a source that is not what it was": bad_source,
     "a peer that dies": dying_peer,
     "a peer behind a bad network": peer_behind_a_bad_network,
+    "an object store behind a bad network": store_behind_a_bad_network,
     "kill -9 in an eviction": kill_eviction,
     "a rotten disk tier": rotten_disk,
     "a full disk": full_disk,

@@ -11,6 +11,8 @@ import torch
 
 from function_runtime.engine.engine import Engine
 from function_runtime.engine.staging import Event, Staging
+from function_runtime.errors import LoadError
+from function_runtime.native import MappedForm
 from function_runtime.protocol import EngineOptions
 from model_loader.checkpoint_files import checkpoint_chunks, local_source
 from model_loader.chunks import CHUNK_BYTES
@@ -284,3 +286,9 @@ def test_a_failed_load_reaches_who_waits_for_the_device(
     source.go.set()
     with pytest.raises(IntegrityError, match="last chunk"):
         staging.wait(len(load.form.groups) - 1)
+
+
+def test_a_form_that_went_away_before_it_was_mapped_is_loaded_again_and_no_missing_model(tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match="it is loaded again") as caught:
+        MappedForm.open(tmp_path / "key.prepared", arriving=tmp_path / ".key.prepared.tmp")
+    assert caught.value.retry and caught.value.code == "form_gone"
