@@ -25,13 +25,15 @@ def main(quick: bool) -> bool:
     report.table("Faults met", ["fault", "times"], sorted(found.faults.items()))
     median_s, slow_s = report.median(found.zero_s), report.percentile(found.zero_s, 0.95)
     report.console.print(
-        f"{found.cycles} cycles, seed {seed}: {found.answers} answers, {found.resumes} times taken up again by a "
-        f"reader; back at zero after {median_s:.1f} s (median), {slow_s:.1f} s (p95)"
+        f"{found.cycles} cycles, seed {seed}: {found.answers} answers over {found.replicas} replicas on {found.slots} "
+        f"slots, {found.moved} moved in the middle, {found.resumes} times taken up again by a reader; "
+        f"back at zero after {median_s:.1f} s (median), {slow_s:.1f} s (p95)"
     )
     report.save(
         "pod_cycles",
         {
-            "seed": seed, "cycles": found.cycles, "answers": found.answers, "faults": dict(found.faults),
+            "seed": seed, "cycles": found.cycles, "answers": found.answers, "slots": found.slots,
+            "replicas": found.replicas, "moved": found.moved, "faults": dict(found.faults),
             "problems": found.problems, "zero_s": found.zero_s,
         },
     )  # fmt: skip

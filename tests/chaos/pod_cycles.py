@@ -12,7 +12,7 @@ import contextlib
 import random
 import re
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ import psutil
 
 from control_plane.client import Client, Endpoint
 from tests.chaos.books import Books
-from tests.chaos.readers import Answer, Reader
+from tests.chaos.readers import Reader, Usual
 from tests.kubernetes.client import suppress_api_error
 from tests.kubernetes.kubelet.worker import PodWorker
 from tests.kubernetes.town import POOL, Town, town
@@ -30,8 +30,6 @@ from tests.support.checkpoints import make_tiny_llama
 
 TOKENS: Final = 60
 TOKEN_S: Final = 0.01
-FAULT_WITHIN_S: Final = 0.8
-"""Of the one before, or of the requests: a replica needs about half of it to be there, and as much for its answer."""
 READERS: Final = 2
 """Of each tenant."""
 TENANTS: Final = {"default": "mine", "other": "theirs"}
@@ -48,6 +46,9 @@ class Found:
     replicas: int = 0
     answers: int = 0
     resumes: int = 0
+    """By readers, whose control plane was gone."""
+    moved: int = 0
+    """Answers that more than one replica worked on."""
     faults: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     lost: list[str] = field(default_factory=list)
     """Answers that never came, or not as the undisturbed run gave them."""
@@ -108,11 +109,12 @@ class Cycles:
         self.found = Found()
         self._folder = folder
         self._stack = contextlib.ExitStack()
-        self._whole: dict[str, Answer] = {}
+        self._usual: dict[str, Usual] = {}
 
     def __enter__(self) -> Cycles:
         checkpoint = f"file://{make_tiny_llama(self._folder / 'tiny')}"
-        pool = {**POOL, "most": 6}
+        # Of a pod that is told to go, some answers end within the grace, and others go on elsewhere.
+        pool = {**POOL, "most": 6, "graceSeconds": 0.3}
         # What an API server that misbehaves costs is waited for by the next cycle, and not by an operator's patience.
         env = {"STOKER_TROUBLE_S": "30", "STOKER_SLOT_HOLD_S": "0.1"}
         self.place = self._stack.enter_context(town(self._folder, pool, env))
@@ -162,7 +164,7 @@ class Cycles:
             reader.join(WITHIN_S)
             if reader.answer is None:
                 raise RuntimeError(f"the undisturbed run failed: {reader.error}; {self.place.service.tail()}")
-            self._whole[tenant] = reader.answer
+            self._usual[tenant] = Usual(reader.answer, len(reader.arrivals_s), 0.0)
         self._wait_zero("the undisturbed runs")
         # A server that was given keeps to itself when it fails.
         names = [name for name in FAULTS if not (self.place.cluster.is_given and name in OF_THE_SERVER)]
@@ -179,7 +181,7 @@ class Cycles:
     def _cycle(self, number: int, drawn: list[str]) -> None:
         readers = [(tenant, self._read(tenant)) for tenant in TENANTS for _ in range(READERS)]
         for name in drawn:
-            time.sleep(self.choose.uniform(0.0, FAULT_WITHIN_S))
+            self._wait_moment(readers)
             FAULTS[name](self)
             self.found.faults[name] += 1
         for tenant, reader in readers:
@@ -187,7 +189,7 @@ class Cycles:
             who = f"cycle {number}, {TENANTS[tenant]}, {reader.request_id or 'no id'}"
             if reader.answer is None:
                 self.found.lost.append(f"{who}: {reader.error or 'still reading'}")
-            elif reader.answer != self._whole[tenant] or reader.seqs != sorted(set(reader.seqs)):
+            elif reader.answer != self._usual[tenant].answer or reader.seqs != sorted(set(reader.seqs)):
                 self.found.lost.append(f"{who}: another answer, {reader.answer.tokens} tokens, events {reader.seqs}")
             self.found.answers += 1
             self.found.resumes += reader.resumes
@@ -196,6 +198,14 @@ class Cycles:
         begin_s = time.monotonic()
         self._wait_zero(f"cycle {number}")
         self.found.zero_s.append(time.monotonic() - begin_s)
+
+    def _wait_moment(self, readers: list[tuple[str, Reader]]) -> None:
+        """Some faults come while slots do, and some in the middle of an answer, however quick the machine is."""
+        share, (tenant, reader) = self.choose.uniform(-0.5, 0.9), self.choose.choice(readers)
+        if share < 0:
+            time.sleep(-share)
+        else:
+            reader.wait_share(share, self._usual[tenant], WITHIN_S)
 
     def _wait_zero(self, what: str) -> None:
         try:
@@ -216,6 +226,7 @@ class Cycles:
         with contextlib.suppress(AssertionError):
             unclosed = "SELECT 1 FROM replica_accounts WHERE closed_us IS NULL"
             self.place.cluster.wait(lambda: not books.rows(unclosed), "closed accounts", 30)
+        found.moved = sum(count > 1 for count in Counter(turn.request_id for turn in books.turns()).values())
         found.books += [*books.log_faults(), *books.ledger_faults()]
         found.books += [f"{name} is {each.state}" for name, each in books.ends().items() if each.state != "done"]
         agents = [process.pid for process in psutil.process_iter() if _is_agent(process, self._folder)]
