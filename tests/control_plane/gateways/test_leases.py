@@ -163,6 +163,24 @@ async def test_a_leader_that_stalls_shorter_than_its_lease_goes_on_leading(datab
         assert first.leads and not second.leads
 
 
+async def test_how_long_the_lead_lasts_is_known_and_no_longer_than_others_wait(
+    database: Database, clock: Clock
+) -> None:
+    """By which what a leader has under way is given up."""
+    first, second = await open_gateway(database, "gw-1", clock), await open_gateway(database, "gw-2", clock)
+    await turns(clock, RENEW_S, first, second)
+    assert first.leads and 0 < first.leads_for_s < SETTINGS.lead_s and second.leads_for_s == 0
+    left_s = first.leads_for_s
+    clock.pass_s(left_s / 2)
+    assert first.leads_for_s == pytest.approx(left_s / 2)
+    clock.pass_s(left_s / 2 + 0.001)
+    assert first.leads_for_s == 0 and not first.leads
+    await second.look()
+    assert second.leader == "gw-1", "nobody has taken over yet"
+    alone = Gateways(database, "gw-3", SETTINGS, alone=True, clock=clock)
+    assert alone.leads_for_s == float("inf")
+
+
 async def test_it_is_told_that_it_holds_its_lease_again(database: Database, clock: Clock) -> None:
     first = await open_gateway(database, "gw-1", clock)
     regained: list[bool] = []
