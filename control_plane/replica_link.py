@@ -98,7 +98,7 @@ class ReplicaLink(asyncio.Protocol):
 
     @property
     def silent_s(self) -> float:
-        """Since it was last heard. A replica that is idle says something every second, too."""
+        """Since it was last heard. A replica that is idle says something every few seconds, too (`IDLE_TOLD_S`)."""
         return time.monotonic() - self._heard_s
 
     # --- what a gateway says ---

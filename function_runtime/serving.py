@@ -35,6 +35,7 @@ from function_runtime.kv_service import KvRead, KvService
 from function_runtime.parking import Parking
 from function_runtime.protocol import (
     HEARTBEAT_S,
+    IDLE_TOLD_S,
     PROTOCOL_VERSION,
     STALLED_AFTER_S,
     Accepted,
@@ -62,6 +63,7 @@ from model_loader.objects.location import TOKEN_VARIABLE
 
 _BUSY_BEAT_NS: Final = int(HEARTBEAT_S / 2 * 1e9)
 _IDLE_BEAT_NS: Final = 1_000_000_000
+_IDLE_TOLD_NS: Final = int(IDLE_TOLD_S * 1e9)
 FLUSH_WITHIN_S: Final = 5.0
 """How long an ending replica may spend on storing the KV of what it could not finish, and parking on storing that of
 what it puts away."""
@@ -98,6 +100,9 @@ class Serving:
         self._lease_ns = 0
         self._last_ping_ns = time.monotonic_ns()
         self._next_beat_ns = 0
+        self._was_busy = False
+        self._next_told_ns = 0
+        """When gateways hear of it again although it does nothing."""
         self._drain: Drain | None = None
         self._drain_until_ns = 0
         self._parking = Parking(inbox, kv, FLUSH_WITHIN_S)
@@ -265,9 +270,12 @@ class Serving:
             kv_total_blocks=stats.kv_total_blocks,
             time=life,
         )
-        for link in self._links:
-            if link.welcome:
-                link.send(self._progress_for(link, progress))
+        if self._was_busy or busy or now_ns >= self._next_told_ns:
+            self._next_told_ns = now_ns + _IDLE_TOLD_NS
+            for link in self._links:
+                if link.welcome:
+                    link.send(self._progress_for(link, progress))
+        self._was_busy = busy
         totals = self._kv.store_totals() if self._kv is not None else StoreTotals()
         self._agent.mention(Report(time=life, running=stats.running, waiting=stats.waiting, store=totals))
         for held in self._held.expired(now_ns):
@@ -276,7 +284,7 @@ class Serving:
     def _places_moved(self) -> None:
         """Where several gateways share the places, each hears at once what the others took or left."""
         if len(self._links) > 1:
-            self._next_beat_ns = 0
+            self._next_beat_ns = self._next_told_ns = 0
 
     def _progress_for(self, link: GatewayLink, progress: Progress) -> Progress:
         """What one gateway is told: how many places the others take, so that they do not sell one twice."""

@@ -5,6 +5,7 @@
 
 from function_runtime.protocol.frames import (
     HEARTBEAT_S,
+    IDLE_TOLD_S,
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     STALLED_AFTER_S,
@@ -77,6 +78,7 @@ from function_runtime.protocol.slots import (
 
 __all__ = [
     "HEARTBEAT_S",
+    "IDLE_TOLD_S",
     "MAX_FRAME_BYTES",
     "PROTOCOL_VERSION",
     "STALLED_AFTER_S",

@@ -19,7 +19,9 @@ PROTOCOL_VERSION: Final = 1
 """Raised when one side has to know what the other knows; not for a field that may be ignored."""
 MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
 HEARTBEAT_S: Final = 0.25
-"""A replica sends `Progress` at least this often while it has work, and once a second while idle."""
+"""A replica sends `Progress` at least this often while it has work."""
+IDLE_TOLD_S: Final = 4.0
+"""And this often while it has none: gateways of a large cluster hear thousands."""
 STALLED_AFTER_S: Final = 20.0
 """No `Progress` for this long while work is in flight: the replica counts as lost (its process is then killed)."""
 

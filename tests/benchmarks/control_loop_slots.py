@@ -22,6 +22,7 @@ from aiohttp import web
 
 from function_runtime.agent.watch import IDLE_EVERY, PERIOD_S
 from function_runtime.protocol import (
+    IDLE_TOLD_S,
     PoolEntry,
     ReplicaSpec,
     ReplicaState,
@@ -73,7 +74,8 @@ class Slot:
                 if status.state is ReplicaState.READY:
                     if look % IDLE_EVERY == 0:
                         self._change(replica_id)
-                    self.replicas[replica_id].heartbeat()
+                    if look % round(IDLE_TOLD_S / PERIOD_S) == 0:
+                        self.replicas[replica_id].heartbeat()
             self.publish(SlotEvent())
             await asyncio.sleep(PERIOD_S)
 
