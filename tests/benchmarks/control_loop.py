@@ -25,7 +25,7 @@ from typing import Any, Final
 from control_plane.backends.kubernetes.api import FUNCTIONS, PODS, SLOT_POOLS, ClusterApi, Object, Resource
 from control_plane.functions import ImportState, Revision
 from control_plane.settings import GatewaySettings, KubernetesSettings, Settings, SlotSettings
-from control_plane.upkeep import Upkeep
+from control_plane.upkeep import KEEP_S, Upkeep
 from model_loader.importer import import_model
 from tests.benchmarks import report
 from tests.benchmarks.writes import Writes
@@ -289,7 +289,7 @@ async def fill(place: Place, replicas: int, slots: int) -> dict[str, Any]:
 
 
 async def rest(place: Place, seconds: float) -> dict[str, Any]:
-    await asyncio.sleep(5)
+    await asyncio.sleep(KEEP_S + 3.0)  # how long starts took is written down until then
     place.lag.taken_s()
     api, rows, ticks, told = place.api.calls.copy(), place.writes.rows.copy(), place.ticks, len(place.street.told)
     transactions, begin_s, cpu_s = place.plane.context.db.stats.commits, time.monotonic(), time.process_time()

@@ -109,6 +109,8 @@ class Slot:
         await asyncio.sleep(START_S)
         replica = self.replicas[spec.replica_id] = FakeReplica(spec, Behaviour())
         await replica.listen()
+        if spec.replica_id not in self.statuses:
+            return await replica.die()  # it was ended meanwhile
         self._change(spec.replica_id, state=ReplicaState.READY, port=replica.port, token=replica.token,
                      ready_us=time.time_ns() // 1000)  # fmt: skip
 
