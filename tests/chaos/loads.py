@@ -1,9 +1,8 @@
 """Random faults over imports, loads and evictions of two slots that share a models directory.
 
-A step meddles with something (kills, bad bytes, short or missing files, a full disk, a peer that dies, peers and an
-object store behind a bad network, two at once), puts it right again and asks for the form once more; then what must
-always hold is looked at. The seed gives the steps again. Limits: one step at a time; what happens at the same moment is
-inside a step.
+A step meddles with something (kills, bad bytes, short or missing files, a full disk, peers that die, peers and a store
+behind a bad network, two at once), puts it right again and asks for the form once more; then what must always hold is
+looked at. The seed gives the steps again. Limits: one step at a time; what happens at once is inside a step.
 """
 
 from __future__ import annotations
@@ -48,6 +47,7 @@ DISK_BYTES: Final = 64 << 20
 FULL_BYTES: Final = 200_000
 SHAPE: Final = {"layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2}
 SETTLE_S: Final = 30.0
+PATIENCE_S: Final = 600.0  # at a low priority beside much else an import took more than two minutes
 
 
 @dataclass
@@ -227,7 +227,7 @@ def kill_import(loads: Loads, slot: int, model: int) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    again = subprocess.run(command, stdout=subprocess.PIPE, timeout=120)
+    again = subprocess.run(command, stdout=subprocess.PIPE, timeout=PATIENCE_S)
     told = json.loads(again.stdout.splitlines()[-1])
     if told.get("identity") != loads.manifests[model].identity:
         loads.found.wrong.append(f"the import came to {told}")
@@ -484,7 +484,7 @@ def asking(loads: Loads, slot: int, model: int, *, peers: bool = False) -> Itera
     try:
         yield answers
     finally:
-        thread.join(120)
+        thread.join(PATIENCE_S)
         if not answers:
             answers.append("")
             loads.found.stuck.append(f"slot {slot}, model {model}: a load never answered")
