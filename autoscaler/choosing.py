@@ -16,6 +16,7 @@ import numpy as np
 
 from autoscaler.forecast import REACTIVE, Costs, Forecast, Quantiles
 from autoscaler.forecasting.bursts import burst
+from autoscaler.forecasting.clock import AHEAD_S, ByClock, minute_rates, plan_by_clock
 from autoscaler.forecasting.gaps import (
     GAPS_NEEDED,
     gaps_of,
@@ -33,6 +34,7 @@ from autoscaler.forecasting.seasonal import seasonal_day, seasonal_week
 from autoscaler.forecasting.views import Once, Remembered, Until
 from autoscaler.forecasting.warm_contest import WarmContest
 from autoscaler.forecasting.warmth import warm_windows
+from autoscaler.keeping import shortened_s
 
 WARM: dict[str, Forecaster] = {
     "idle_histogram": idle_histogram,
@@ -44,6 +46,10 @@ WARM: dict[str, Forecaster] = {
 """Those that know a law of gaps."""
 KEEP = {"keep:0": 0.0, "keep:0.5": 0.5, "keep:2": 2.0, "keep:4": 4.0, "keep:8": 8.0, "keep:16": 16.0}
 """A keep-alive of so many times the break-even: the plainest guess at the gaps, and a long memory of them."""
+CLOCK = "clock"
+"""Rates by the minute of the hour: a plan by the wall clock, made anew every `PLAN_EVERY_S`."""
+CLOCK_QUIET_S = 2 * 3_600.0
+"""After so long a silence nothing is expected by the minute."""
 BY_THE_CLOCK = frozenset({"seasonal_day", "seasonal_week"})
 """Their laws count from now, not from the last activity."""
 RATE: dict[str, Forecaster] = {
@@ -66,6 +72,10 @@ CALENDAR_S = 6 * 3_600.0
 WAITERS_MAX = 21.0
 """More would have been seen as load, and not as idleness."""
 REPLAYS = 24
+FINE_KEPT_S = 3_500.0
+"""So far back windows of ten seconds reach."""
+GAPS_KEPT = 64
+"""By so many the reactive policy shortens its keep-alive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +97,9 @@ class Choosing:
         "_asked",
         "_asked_until_s",
         "_clock_planned_s",
+        "_kept_s",
         "_minute_s",
+        "_minutes_planned_s",
         "_now_s",
         "_places",
         "_planned_gaps",
@@ -105,16 +117,18 @@ class Choosing:
     )
 
     def __init__(self) -> None:
-        self.warm = WarmContest([*WARM, *KEEP])
+        self.warm = WarmContest([*WARM, *KEEP, CLOCK])
         self.rate = RateContest(RATE)
         self.forecast: Forecast | None = None
         self.floor: tuple[int, ...] = ()
         self._now_s = self._scored_s = -math.inf
-        self._planned_s = self._clock_planned_s = self._asked_until_s = -math.inf
+        self._planned_s = self._clock_planned_s = self._asked_until_s = self._minutes_planned_s = -math.inf
         self._schedules: tuple[tuple[Cron, float, int, float], ...] = ()
         self._asked: tuple[Asked, ...] = ()
         self._planned_gaps = 0
         self._minute_s: float | None = None
+        self._kept_s: float | None = None
+        """How long the reactive policy keeps a replica where few come, as known gaps have shortened it."""
         self.waiters = 1.0
         """Who wait for a start: the first call, and half of what comes while it lasts."""
         self._waited = 1.0
@@ -153,18 +167,19 @@ class Choosing:
         idle_s = 0.0 if idle_since_s is None else max(now_s - idle_since_s, 0.0)
         self._places = max(places, 1)
         if now_s < self._now_s:
-            self._planned_s = self._clock_planned_s = self._asked_until_s = -math.inf
+            self._planned_s = self._clock_planned_s = self._asked_until_s = self._minutes_planned_s = -math.inf
             self._minute_s = None
         if now_s < self._scored_s and not history.gaps_after(now_s):
             # The clock was put back, and the history has forgotten what lay beyond: what comes now counts.
             self._scored_s = now_s
         self._now_s = now_s
-        changed = self._settle_gaps(history, costs)
+        changed = self._settle_gaps(history, now_s, costs)
         if changed:
             self._plan_gaps(history, now_s, costs, idle_s)
         # What acts was cut to what may be lost whatever the gap: while nothing ends and nothing is planned, it stands.
-        if self._plan_by_clock(history, now_s, costs, idle_s) or changed:
-            self.warm.elect(costs, self.waiters, idle_s)
+        planned = self._plan_by_clock(history, now_s, costs, idle_s)
+        if self._plan_minutes(history, now_s, costs, idle_s) or planned or changed:
+            self.warm.elect(costs, self.waiters, idle_s, now_s)
         need = Need(self._work.service_s, self._places)
         if self._rates_on:
             self._settle_minutes(history, now_s, need, costs)
@@ -190,13 +205,44 @@ class Choosing:
 
     # --- whether to be warm ---
 
-    def _settle_gaps(self, history: Remembered, costs: Costs) -> bool:
+    def _settle_gaps(self, history: Remembered, now_s: float, costs: Costs) -> bool:
         """Whether any gap was."""
         new = history.gaps_after(self._scored_s)
-        for start_s, length_s in new:
-            self.warm.settle(length_s, costs, self.waiters)
+        if not new:
+            return False
+        first_s, waited = new[0][0] - MINUTE_S, self._waited - 1.0
+        window_s = 10 if now_s - first_s < FINE_KEPT_S else 60
+        since_s = max(first_s // window_s * window_s, now_s - DAY_S)
+        windows, counts = history.arrivals(window_s, since_s, now_s)
+        if not len(windows):
+            windows, counts = np.array([since_s]), np.zeros(1)
+        edges = np.append(windows, windows[-1] + window_s)
+        so_far = np.concatenate([[0.0], np.cumsum(np.nan_to_num(counts))])
+        starts_s = np.array([start_s for start_s, _ in new])
+        ends_s = starts_s + np.array([length_s for _, length_s in new])
+        at_start, at_end, at_ready = (
+            np.interp(at_s, edges, so_far) for at_s in (starts_s, ends_s, ends_s + costs.start_s)
+        )
+        before = at_start - np.interp(starts_s - MINUTE_S, edges, so_far)
+        usual_s = costs.break_even_s(self._kept_waiters(costs, 0.0))
+        share = 1.0 if self._kept_s is None else self._kept_s / usual_s
+        for (start_s, length_s), rate, after in zip(
+            new, (before / MINUTE_S).tolist(), (at_ready - at_end).tolist(), strict=True
+        ):
+            met = min(1.0 + 0.5 * max(after, waited, 0.0), WAITERS_MAX)
+            kept_s = share * costs.break_even_s(self._kept_waiters(costs, rate))
+            self.warm.settle(length_s, costs, met, start_s, kept_s)
             self._scored_s = start_s
-        return bool(new)
+        waiters = self._kept_waiters(costs, 0.0)
+        start_cost = costs.of_start(waiters) / max(costs.devices, 1e-9)
+        self._kept_s = shortened_s(usual_s, start_cost, history.gaps_s[-GAPS_KEPT:].tolist())
+        rate = float(so_far[-1] - np.interp(now_s - MINUTE_S, edges, so_far)) / MINUTE_S
+        self.warm.kept_s = self._kept_s / usual_s * costs.break_even_s(self._kept_waiters(costs, rate))
+        return True
+
+    def _kept_waiters(self, costs: Costs, rate: float) -> float:
+        """Who wait for a start, as `decide` reckons where no forecast speaks: see `keeping.start_cost_s`."""
+        return 1.0 + max(min(rate * costs.start_s, WAITERS_MAX - 1.0), self._waited - 1.0) / 2.0
 
     def _plan_gaps(self, history: Remembered, now_s: float, costs: Costs, idle_s: float) -> None:
         if self.warm.gaps > 64 and now_s - self._planned_s < PLAN_EVERY_S:
@@ -231,6 +277,18 @@ class Choosing:
             if self._rates_on and name not in QUICK:
                 self._tell(name, now_s, outlook.rate, outlook.rate_high)
         return True
+
+    def _plan_minutes(self, history: Remembered, now_s: float, costs: Costs, idle_s: float) -> bool:
+        if now_s - self._minutes_planned_s < PLAN_EVERY_S:
+            return False
+        self._minutes_planned_s = now_s
+        plan: ByClock | None = None
+        rates = None if idle_s > CLOCK_QUIET_S else minute_rates(history, now_s, int(AHEAD_S / MINUTE_S) + 1)
+        if rates is not None:
+            plan = plan_by_clock(rates, now_s, costs, self.waiters, self._work.service_s)
+        changes = plan is not None or self.warm.plans[CLOCK] is not None
+        self.warm.replan(CLOCK, plan, idle_s, now_s)
+        return changes
 
     def _measure(self, history: Remembered, now_s: float, costs: Costs) -> None:
         """How many wait for a start, what a request takes, and whether more than one replica is ever needed."""
@@ -282,13 +340,17 @@ class Choosing:
             rate, rate_high = tuple(min(x, most) for x in rate), tuple(min(x, most) for x in rate_high)
         names = [name for name in (self.warm.acting, self.rate.acting if rate else None) if name is not None]
         expected = (rate[0] if rate else last) * costs.start_s
+        acted = None if self.warm.acting is None else self.warm.windows
         return Forecast(
             source="+".join(dict.fromkeys(names)) or ("schedule" if self.floor else REACTIVE),
             made_s=now_s,
             step_s=MINUTE_S,
             rate=rate,
             rate_high=rate_high,
-            warm=None if self.warm.acting is None else self.warm.windows,
+            warm=None if isinstance(acted, ByClock) else acted,
+            clock=tuple((span.from_s, span.ready_s, span.until_s) for span in acted.spans)
+            if isinstance(acted, ByClock)
+            else None,
             floor=self.floor,
             service_s=self._work.service_s,
             prompt_tokens=self._work.prompt_tokens,

@@ -61,6 +61,10 @@ class Forecast:
     """Intervals, in seconds since the last activity, in which being warm pays; ordered, apart from each other; the last
     may end at infinity. A replica has to be *ready* at the beginning of one, so it is started `start_s` earlier.
     (): never while idle. None: nobody beat the break-even keep-alive; use that."""
+    clock: tuple[tuple[float, float, float], ...] | None = None
+    """The same by the clock, where what comes goes by it, instead of `warm`: an idle replica is held from the first of
+    each three moments to the last; where there is none, one should be ready at the second (infinity: none is started).
+    None: nothing is said by the clock."""
     floor: tuple[int, ...] = ()
     """Replicas a schedule of the user's asks for in each step; empty: no schedule says anything."""
     service_s: float = 0.0
@@ -79,7 +83,17 @@ class Forecast:
 
     def moved(self, by_s: float) -> Forecast:
         """The same on a clock that shows `by_s` more. Histories follow the calendar, decisions a monotonic clock."""
-        return dataclasses.replace(self, made_s=self.made_s + by_s, valid_until_s=self.valid_until_s + by_s)
+        clock = self.clock
+        if clock is not None:
+            clock = tuple((from_s + by_s, ready_s + by_s, until_s + by_s) for from_s, ready_s, until_s in clock)
+        return dataclasses.replace(
+            self, made_s=self.made_s + by_s, valid_until_s=self.valid_until_s + by_s, clock=clock
+        )
+
+    @property
+    def knows_gaps(self) -> bool:
+        """Whether it says when an idle function should be ready."""
+        return self.warm is not None or self.clock is not None
 
     def rate_at(self, at_s: float) -> float | None:
         """Expected arrivals a second at `at_s`; None: it says nothing about then."""

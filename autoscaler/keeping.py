@@ -7,6 +7,7 @@ just as long as its start costs is never worse than twice the best choice made i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final
 
@@ -61,10 +62,18 @@ def keep_alive_s(
         return spec.keep_alive_s
     seconds = ASSUMED_COLD_START_S if cold_start_s is None else cold_start_s
     break_even = break_even_s(spec, seconds, rate, price, waiters)
+    if len(gaps_s) < GAPS_NEEDED:
+        return break_even
+    start_cost = start_cost_s(spec, seconds, rate, price, waiters) / (spec.devices * price)
+    return shortened_s(break_even, start_cost, gaps_s)
+
+
+def shortened_s(break_even: float, start_cost: float, gaps_s: Sequence[float]) -> float:
+    """The keep-alive up to the break-even that would have been cheapest for these gaps. Both costs in seconds of a
+    replica's devices."""
     count = len(gaps_s)
     if count < GAPS_NEEDED:
         return break_even
-    start_cost = start_cost_s(spec, seconds, rate, price, waiters) / (spec.devices * price)
     gaps = sorted(gaps_s)
     sums = [0.0, *accumulate(gaps)]
     # Kept for a candidate, gaps that end by it cost their length, the others the candidate and a start.

@@ -234,6 +234,7 @@ def floor_of(
     found = _by_schedule(spec, observed, forecast, now_s)
     if demand == 0:
         found = _later(found, _by_windows(spec, observed, forecast, now_s))
+        found = _later(found, _by_clock(observed, forecast, current, now_s))
     found = _later(found, _by_rate(spec, observed, forecast, demand, now_s))
     if found is None:
         return None
@@ -289,6 +290,24 @@ def _by_windows(spec: ScalingSpec, observed: Observed, forecast: Forecast, now_s
     return None
 
 
+def _by_clock(observed: Observed, forecast: Forecast, current: int, now_s: float) -> Need | None:
+    """The spans in which being ready pays: to hold what is there, and to have one ready where there is none."""
+    lead, price = lead_s(observed), observed.device_price
+    for from_s, ready_s, until_s in forecast.clock or ():
+        if price > 1.0:
+            until_s = max(ready_s if ready_s < until_s else from_s, from_s) + (until_s - from_s) / price
+        if now_s >= until_s:
+            continue
+        begins_s = min(from_s, ready_s - lead) if current else ready_s - lead
+        if begins_s >= until_s:
+            continue
+        said = f"{forecast.source}: being ready pays for the next {until_s - max(now_s, from_s):.3g} s"
+        if now_s < begins_s:
+            return Need(0, Reason.PREWARM, f"{said}, in {max(from_s - now_s, 0.0):.3g} s", begins_s)
+        return Need(1, Reason.KEEP_ALIVE if current else Reason.PREWARM, said, until_s)
+    return None
+
+
 def _by_rate(spec: ScalingSpec, observed: Observed, forecast: Forecast, demand: int, now_s: float) -> Need | None:
     """For the load expected when a start begun now would be ready."""
     if not forecast.rate:
@@ -302,7 +321,7 @@ def _by_rate(spec: ScalingSpec, observed: Observed, forecast: Forecast, demand: 
     next_s = forecast.made_s + (int((now_s + seconds - forecast.made_s) // step_s) + 1) * step_s - seconds
     again_s = max(next_s, now_s + 0.1)
     if demand == 0:
-        if forecast.warm is not None:
+        if forecast.knows_gaps:
             return None  # gaps are known better than by their mean
         worth = rate * start_cost_s(spec, seconds, rate, price, observed.cold_waiters) > spec.devices * price
         if not worth:

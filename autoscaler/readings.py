@@ -95,4 +95,7 @@ def forecast_fault(forecast: Forecast, now_s: float) -> str:
     for opens_s, closes_s in forecast.warm or ():
         if not 0 <= opens_s <= closes_s:
             return f"a window is {opens_s} to {closes_s}"
+    for from_s, ready_s, until_s in forecast.clock or ():
+        if not -_INFINITY < from_s <= until_s < _INFINITY or not from_s <= ready_s:
+            return f"a span is {from_s} to {until_s}, ready at {ready_s}"
     return ""

@@ -168,7 +168,7 @@ def _kept(spec: ScalingSpec, observed: Observed, forecast: Forecast | None) -> t
     """Seconds of idleness that the last replica is kept outside the windows of a forecast."""
     if spec.keep_alive_s is not None:
         return spec.keep_alive_s, f"kept for {spec.keep_alive_s:.2f} s as the function says"
-    if forecast is not None and forecast.warm is not None:
+    if forecast is not None and forecast.knows_gaps:
         kept_s = min(KEEP_ALIVE_MIN_S, 0.1 * start_s(observed))
         return kept_s, f"{forecast.source}: being ready does not pay now"
     rate = (observed.arrivals_in_60_s or 0) / 60.0

@@ -5,6 +5,7 @@ Limits: histories and forecasts are the leader's; another gateway tells what is 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
@@ -96,6 +97,7 @@ def _forecast(context: AppContext, key: FunctionKey, now_s: float) -> dict[str, 
         "valid": forecast.valid(now_s),
         "arrivals_per_s": forecast.rate_at(now_s),
         "warm_s": _finite(forecast.warm),
+        "clock_s": _from_now(forecast.clock, now_s),
         "floor": forecast.floor_until(now_s, now_s + SOON_S),
         "service_s": forecast.service_s,
         "costs": [
@@ -124,6 +126,13 @@ def _held_against(said: Said, load: FunctionLoad) -> dict[str, Any]:
         "next_gap_s": gap_s,
         "warm_at_its_end": was_warm,
     }
+
+
+def _from_now(spans: tuple[tuple[float, float, float], ...] | None, now_s: float) -> list[list[float | None]] | None:
+    """Held from, ready at (null: none is started for it) and until, in seconds from now."""
+    if spans is None:
+        return None
+    return [[round(at_s - now_s, 3) if math.isfinite(at_s) else None for at_s in span] for span in spans]
 
 
 def _finite(windows: tuple[tuple[float, float], ...] | None) -> list[list[float | None]] | None:

@@ -1,18 +1,24 @@
 """Who says when an idle function is kept or awaited: forecasters judged by what the gaps would have cost under them.
 
-Each has a plan (`warmth`) that was made before the gap it is judged by; the reactive policy keeps a replica for the
-break-even of a start. Costs fade by the gap. The cheapest acts if it leads the reactive policy by some starts and some
-share, and only as far as the credit (`credit`) goes: its plan is cut where a gap could lose more than is left.
+Each has a plan (`warmth`, or by the wall clock: `clock`) that was made before the gap it is judged by; the reactive
+policy keeps a replica for the break-even of a start, or for less where known gaps say so. Who starts anew is done with
+its work later, and the gap that follows is as much shorter: all are judged as if they had lived through the same calls.
+Costs fade by the gap. The cheapest acts if it leads the reactive policy by some starts and some share, and only as far
+as the credit (`credit`) goes: its plan is cut where a gap could lose more than is left.
 Limits: within one refit it may lose a start for each gap before that is seen; refit once a window.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeAlias
 
 from autoscaler.forecast import REACTIVE, Costs
+from autoscaler.forecasting.clock import ByClock
 from autoscaler.forecasting.credit import Credit
-from autoscaler.forecasting.warmth import Windows, gap_cost, spliced, within
+from autoscaler.forecasting.warmth import Windows, gap_cost, is_cold, spliced, within
+
+Plan: TypeAlias = Windows | ByClock
 
 FADES = 0.5 ** (1 / 256)
 LEAD_STARTS = 2.0
@@ -23,10 +29,12 @@ AHEAD_SHARE = 0.02
 
 class WarmContest:
     __slots__ = (
+        "_later_s",
         "acting",
         "costs",
         "credit",
         "gaps",
+        "kept_s",
         "plans",
         "prewarms_used",
         "prewarms_wasted",
@@ -35,46 +43,71 @@ class WarmContest:
     )
 
     def __init__(self, names: Iterable[str]) -> None:
-        self.plans: dict[str, Windows | None] = dict.fromkeys(names)
+        self.plans: dict[str, Plan | None] = dict.fromkeys(names)
         """None: it says nothing, and is as good as reactive."""
         self.costs = dict.fromkeys(self.plans, 0.0)
         self.reactive = 0.0
         self.acting: str | None = None
-        self.windows: Windows = ()
+        self.windows: Plan = ()
         """What is acted on: the plan of the acting one as far as its credit goes."""
+        self.kept_s: float | None = None
+        """The reactive policy's keep-alive, where known gaps have shortened it."""
         self.credit = Credit()
         self.gaps = 0
         self.prewarms_used = 0
         self.prewarms_wasted = 0
+        self._later_s = dict.fromkeys([*self.plans, REACTIVE], 0.0)
+        """By how much each would have been done earlier (less than 0: later) with what came before this gap."""
 
-    def settle(self, gap_s: float, costs: Costs, waiters: float) -> None:
-        """A gap has ended: everybody pays for it."""
+    def without(self, costs: Costs, waiters: float) -> Windows:
+        """The reactive policy's windows."""
+        return ((0.0, costs.break_even_s(waiters) if self.kept_s is None else self.kept_s),)
+
+    def settle(
+        self, gap_s: float, costs: Costs, waiters: float, start_s: float = 0.0, kept_s: float | None = None
+    ) -> None:
+        """A gap that began at `start_s` has ended: everybody pays for it. `waiters`: who would have waited for a start
+        at its end. `kept_s`: for how long the reactive policy would have kept a replica in it."""
         self.gaps += 1
-        reactive = gap_cost(reactive_windows(costs, waiters), gap_s, costs, waiters)
+        without = self.without(costs, waiters) if kept_s is None else ((0.0, kept_s),)
+        acted = without if self.acting is None else windows_of(self.windows, start_s)
+        was_cold, later_s = is_cold(acted, gap_s), self._later_s
+
+        def paid(name: str, windows: Windows) -> float:
+            lived_s = gap_s + later_s[name]
+            if lived_s <= 0.0:
+                later_s[name] = costs.start_s if was_cold else 0.0
+                return 0.0
+            later_s[name] = costs.start_s * (was_cold - is_cold(windows, lived_s))
+            return gap_cost(windows, lived_s, costs, waiters)
+
+        reactive = paid(REACTIVE, without)
         self.reactive = FADES * self.reactive + reactive
         for name, plan in self.plans.items():
-            paid = reactive if plan is None else gap_cost(plan, gap_s, costs, waiters)
-            self.costs[name] = FADES * self.costs[name] + paid
+            windows = without if plan is None else windows_of(plan, start_s)
+            self.costs[name] = FADES * self.costs[name] + paid(name, windows)
+        # The account is kept by the gaps as they were: by those that might have been one could be misled.
+        spared = gap_cost(without, gap_s, costs, waiters)
         if self.acting is None:
-            self.credit.settle(reactive, reactive, costs, waiters)
+            self.credit.settle(spared, spared, costs, waiters)
             return
-        self.credit.settle(gap_cost(self.windows, gap_s, costs, waiters), reactive, costs, waiters)
-        for opens_s, closes_s in self.windows:
+        self.credit.settle(gap_cost(acted, gap_s, costs, waiters), spared, costs, waiters)
+        for opens_s, closes_s in acted:
             if opens_s > 0.0 and opens_s <= gap_s:
                 used = gap_s < closes_s
                 self.prewarms_used += used
                 self.prewarms_wasted += not used
 
-    def replan(self, name: str, plan: Windows | None, idle_s: float) -> None:
+    def replan(self, name: str, plan: Plan | None, idle_s: float, now_s: float = 0.0) -> None:
         """A new plan; of a gap that runs, only the rest is changed."""
         before = self.plans[name]
         if idle_s > 0.0 and before is not None and plan is not None:
-            plan = spliced(before, plan, idle_s)
+            plan = _changed(before, plan, idle_s, now_s)
         self.plans[name] = plan
 
-    def elect(self, costs: Costs, waiters: float, idle_s: float) -> None:
+    def elect(self, costs: Costs, waiters: float, idle_s: float, now_s: float = 0.0) -> None:
         """Chooses who acts from now on, and how far. `idle_s`: how long the present gap lasts; 0: there is none."""
-        reactive = reactive_windows(costs, waiters)
+        reactive = self.without(costs, waiters)
         room = self.credit.room(costs, waiters)
         if self.acting is not None and (room <= 0.0 or self.costs[self.acting] > self.reactive):
             self._retire(lost=room <= 0.0)
@@ -86,10 +119,17 @@ class WarmContest:
             ):
                 self.acting = best
         plan = None if self.acting is None else self.plans[self.acting]
-        kept = None if plan is None else within(plan, reactive, costs, room, waiters)
+        kept: Plan | None
+        if isinstance(plan, ByClock):
+            running = windows_of(self.windows, now_s - idle_s)
+            spent = gap_cost(running, idle_s, costs, waiters, ended=False)
+            spent -= gap_cost(reactive, idle_s, costs, waiters, ended=False)
+            kept = plan.within(costs, room - max(spent, 0.0), waiters)
+        else:
+            kept = None if plan is None else within(plan, reactive, costs, room, waiters)
         if kept is None:
             self.acting = None
-        self.windows = spliced(self.windows, reactive if kept is None else kept, idle_s)
+        self.windows = _changed(self.windows, reactive if kept is None else kept, idle_s, now_s)
 
     def _leads(self, cost: float, costs: Costs, waiters: float) -> bool:
         lead = self.reactive - cost
@@ -105,5 +145,13 @@ class WarmContest:
         return {REACTIVE: self.reactive, **self.costs}
 
 
-def reactive_windows(costs: Costs, waiters: float) -> Windows:
-    return ((0.0, costs.break_even_s(waiters)),)
+def windows_of(plan: Plan, gap_start_s: float) -> Windows:
+    return plan.windows(gap_start_s) if isinstance(plan, ByClock) else plan
+
+
+def _changed(before: Plan, after: Plan, idle_s: float, now_s: float) -> Plan:
+    """`after`, and in the gap that has run for `idle_s` what held before it until now."""
+    if idle_s <= 0.0:
+        return after
+    past = windows_of(before, now_s - idle_s)
+    return after.following(past) if isinstance(after, ByClock) else spliced(past, after, idle_s)

@@ -92,6 +92,11 @@ def gap_cost(windows: Windows, gap_s: float, costs: Costs, waiters: float = 1.0,
     return total + (costs.of_start(waiters) if ended else 0.0)
 
 
+def is_cold(windows: Windows, gap_s: float) -> bool:
+    """Whether a request after so long a gap finds nothing, not even a start under way that is sooner than its own."""
+    return not any(opens_s <= gap_s < closes_s for opens_s, closes_s in windows)
+
+
 def worst_loss(windows: Windows, against: Windows, costs: Costs, waiters: float = 1.0) -> float:
     """The most a gap of any length can cost more under `windows` than under `against`; infinity if there is no such."""
     points = {0.0}

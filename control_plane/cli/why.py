@@ -53,7 +53,8 @@ def scaling(told: dict[str, Any]) -> str:
     for tier, times in known.get("start_times_s", {}).items():
         lines.append(f"a start from {tier} takes {times['mean']:.3f} s, nine of ten at most {times['p90']:.3f} s")
     if forecast := known.get("forecast"):
-        warm = _windows(forecast["warm_s"])
+        by_clock = forecast.get("clock_s")
+        warm = _windows(forecast["warm_s"]) if by_clock is None else _spans(by_clock)
         acts = "says" if known["mode"] == "advisory" else "acts"
         lines.append(f"forecast: {forecast['source']} {acts}, made {forecast['made_s_ago']:.0f} s ago; {warm}")
     ahead = known.get("started_ahead", {})
@@ -98,6 +99,14 @@ def causes(told: dict[str, Any]) -> str:
 
 def _count(value: float | None) -> str:
     return "-" if value is None else f"{value:g}"
+
+
+def _spans(spans: list[list[float | None]]) -> str:
+    """By the clock: when it is held, from now."""
+    if not spans:
+        return "never warm while idle"
+    said = [f"{held_s or 0.0:+.0f} to {until_s or 0.0:+.0f} s" for held_s, _, until_s in spans]
+    return "warm by the clock, from now: " + ", ".join(said)
 
 
 def _windows(warm: list[list[float | None]] | None) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from autoscaler.choosing import Choosing
 from autoscaler.forecast import Costs, Forecast
+from autoscaler.forecasting.warm_contest import Plan, windows_of
 from autoscaler.forecasting.warmth import Windows, gap_cost
 from autoscaler.windows import History, Window
 
@@ -37,7 +38,7 @@ class Life:
 
     def live(self, calls_s: Iterable[float], until_s: float, step_s: float = 60.0) -> None:
         """`calls_s`: in order, within (now, until]."""
-        windows: Windows = self.windows()
+        plan = self.plan()
         calls = list(calls_s)
         place = 0
         while self.now_s < until_s:
@@ -49,7 +50,7 @@ class Life:
                 counts[cell] = counts.get(cell, 0) + 1
                 if self.ended_s is not None and call_s > self.ended_s:
                     gap_s = call_s - self.ended_s
-                    self._pay(windows, gap_s)
+                    self._pay(windows_of(plan, self.ended_s), gap_s)
                     self.history.note_gap(self.ended_s, gap_s)
                 self.ended_s = max(call_s, self.ended_s or call_s) + self.service_s
                 place += 1
@@ -58,23 +59,25 @@ class Life:
             self.history.observed(self.now_s, end_s)
             self.now_s = end_s
             self.refit()
-            windows = self.windows()
+            plan = self.plan()
+
+    def plan(self) -> Plan:
+        forecast = self.choosing.forecast
+        if forecast is None or not forecast.knows_gaps:
+            return self.without()
+        return self.choosing.warm.windows if forecast.warm is None else forecast.warm
 
     def windows(self) -> Windows:
-        forecast = self.choosing.forecast
-        if forecast is None or forecast.warm is None:
-            return self.without()
-        return forecast.warm
+        """Of the gap that runs."""
+        return windows_of(self.plan(), self.now_s if self.ended_s is None else self.ended_s)
 
     def without(self) -> Windows:
         """What is done without a forecast."""
-        return ((0.0, self.costs.break_even_s(self.choosing.waiters)),)
+        return self.choosing.warm.without(self.costs, self.choosing.waiters)
 
     def _pay(self, windows: Windows, gap_s: float) -> None:
         self.paid += gap_cost(windows, gap_s, self.costs, self.choosing.waiters)
-        self.reactive += gap_cost(
-            ((0.0, self.costs.break_even_s(self.choosing.waiters)),), gap_s, self.costs, self.choosing.waiters
-        )
+        self.reactive += gap_cost(self.without(), gap_s, self.costs, self.choosing.waiters)
         self.warm_calls.append(any(opens_s <= gap_s < closes_s for opens_s, closes_s in windows))
         held_s = sum(
             min(gap_s, closes_s) - max(opens_s - self.costs.start_s, 0.0)
