@@ -1,9 +1,9 @@
 """What comes by the clock: a rate for each minute of a season of minutes, and the spans in which being ready pays.
 
-Timers call every 5, 10 or 15 minutes, on the minute, and other calls come between: a law of gaps tells that blurred. Here
-each minute of the season has an exponentially weighted mean of its own; the season is the one that would have foretold
-the day's minutes best (Poisson deviance, each minute told before it came). From the rates, dynamic programming backwards
-in time (Bellman, 1957) finds when an idle replica is worth holding and when one is worth starting.
+Timers call every 5, 10 or 15 minutes, on the minute, and other calls come between: a law of gaps tells that blurred.
+Here each minute of the season has an exponentially weighted mean of its own; the season is the one that would have
+foretold the day's minutes best (Poisson deviance, each minute told before it came). From the rates, dynamic programming
+backwards in time (Bellman, 1957) finds when an idle replica is worth holding and when one is worth starting.
 Limits: within a minute requests come by chance; a season begins with the hour; days shorter than `NEEDED` say nothing.
 """
 
@@ -129,9 +129,9 @@ def minute_rates(history: Past, now_s: float, minutes: int) -> Numbers | None:
 def _smoothed(counts: Numbers, season: int) -> tuple[Numbers, Numbers]:
     """What was expected of each minute before it came, and what is expected of each place of the season now."""
     rows = -(-len(counts) // season)
-    table = np.full((rows + 1) * season, np.nan)
-    table[: len(counts)] = counts
-    table = table.reshape(rows + 1, season)
+    padded = np.full((rows + 1) * season, np.nan)
+    padded[: len(counts)] = counts
+    table = padded.reshape(rows + 1, season)
     seen = ~np.isnan(table)
     table[~seen] = 0.0
     usual = float(np.nanmean(counts[:NEEDED])) if np.isfinite(counts[:NEEDED]).any() else LEAST

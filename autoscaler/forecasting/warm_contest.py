@@ -29,7 +29,7 @@ AHEAD_SHARE = 0.02
 
 class WarmContest:
     __slots__ = (
-        "_later_s",
+        "_shifts_s",
         "acting",
         "costs",
         "credit",
@@ -56,7 +56,7 @@ class WarmContest:
         self.gaps = 0
         self.prewarms_used = 0
         self.prewarms_wasted = 0
-        self._later_s = dict.fromkeys([*self.plans, REACTIVE], 0.0)
+        self._shifts_s = dict.fromkeys([*self.plans, REACTIVE], 0.0)
         """By how much each would have been done earlier (less than 0: later) with what came before this gap."""
 
     def without(self, costs: Costs, waiters: float) -> Windows:
@@ -71,15 +71,18 @@ class WarmContest:
         self.gaps += 1
         without = self.without(costs, waiters) if kept_s is None else ((0.0, kept_s),)
         acted = without if self.acting is None else windows_of(self.windows, start_s)
-        was_cold, later_s = is_cold(acted, gap_s), self._later_s
+        was_cold, shifts_s = is_cold(acted, gap_s), self._shifts_s
 
         def paid(name: str, windows: Windows) -> float:
-            lived_s = gap_s + later_s[name]
+            earlier_s, lived_s = shifts_s[name], gap_s + min(shifts_s[name], 0.0)
             if lived_s <= 0.0:
-                later_s[name] = costs.start_s if was_cold else 0.0
+                shifts_s[name] = costs.start_s if was_cold else 0.0
                 return 0.0
-            later_s[name] = costs.start_s * (was_cold - is_cold(windows, lived_s))
-            return gap_cost(windows, lived_s, costs, waiters)
+            cold = is_cold(windows, lived_s)
+            shifts_s[name] = costs.start_s * (was_cold - cold)
+            # Who was done earlier had a replica meanwhile, unless it was let go behind the call in any case.
+            held = costs.devices * earlier_s if earlier_s > 0.0 and not cold else 0.0
+            return gap_cost(windows, lived_s, costs, waiters) + held
 
         reactive = paid(REACTIVE, without)
         self.reactive = FADES * self.reactive + reactive

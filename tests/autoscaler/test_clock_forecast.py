@@ -94,8 +94,16 @@ SPEC = ScalingSpec(waiting_weight=10.0, devices=1)
 
 def seen(now_s: float, *, replicas: int = 0, idle_s: float = 100.0) -> Observed:
     ready = (ReplicaView("r", Phase.READY, 0, 0.0),) * replicas
-    return Observed(waiting=0, replicas=ready, peak_demand=0, last_activity_s=now_s - idle_s, cold_start_s=4.0, cold_start_high_s=5.0,
-                    window_covered_s=3600.0, seen_s=now_s)  # fmt: skip
+    return Observed(
+        waiting=0,
+        replicas=ready,
+        peak_demand=0,
+        last_activity_s=now_s - idle_s,
+        cold_start_s=4.0,
+        cold_start_high_s=5.0,
+        window_covered_s=3600.0,
+        seen_s=now_s,
+    )
 
 
 def test_a_replica_is_ready_when_its_span_says_and_held_to_the_end_of_it() -> None:
