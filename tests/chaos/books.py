@@ -43,6 +43,7 @@ class Turn:
     epoch: int
     replica_id: str
     after_seq: int
+    last_seq: int | None
     loaded_tokens: int | None
     exact: bool | None
     detail: str
@@ -108,9 +109,11 @@ class Books:
 
     def turns(self) -> list[Turn]:
         return [
-            Turn(request_id, epoch, replica_id, after, loaded, None if exact is None else bool(exact), detail or "")
-            for request_id, epoch, replica_id, after, loaded, exact, detail in self.rows(
-                "SELECT request_id, epoch, replica_id, after_seq, loaded_tokens, exact, detail FROM attempts "
+            Turn(
+                request_id, epoch, replica_id, after, last, loaded, None if exact is None else bool(exact), detail or ""
+            )
+            for request_id, epoch, replica_id, after, last, loaded, exact, detail in self.rows(
+                "SELECT request_id, epoch, replica_id, after_seq, last_seq, loaded_tokens, exact, detail FROM attempts "
                 "ORDER BY request_id, epoch"
             )
         ]

@@ -117,10 +117,11 @@ def check_answers(
 
 def check_kv(damaged: Iterable[Damaged], turns: Sequence[Turn], into: Verdict) -> None:
     """Wrong KV: the first attempt after a damage loaded a run of tokens that the damaged chunk lies in, and its record
-    does not say that the chunk was left out. (An attempt that names it has computed its part again.)"""
+    does not say that the chunk was left out. (An attempt that names it has computed its part again, and so has one that
+    made its first tokens and loaded nothing: it says nothing of what it left out, and its own KV is what is next.)"""
     for one in damaged:
         later = [t for t in turns if t.request_id == one.request_id and t.epoch > one.epoch]
-        first = next((t for t in later if t.loaded_tokens is not None), None)
+        first = next((t for t in later if t.loaded_tokens is not None or (t.last_seq and not t.after_seq)), None)
         if first is None or first.loaded_tokens is None:
             continue
         if f"[{one.start}, {one.end}) of choice {one.choice}" in first.detail:

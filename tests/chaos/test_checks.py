@@ -103,8 +103,8 @@ def test_a_refusal_needs_a_fault_that_excuses_it() -> None:
 
 
 def turn(**fields: object) -> Turn:
-    given = {"request_id": "cmpl-1", "epoch": 2, "replica_id": "rep-1", "after_seq": 9, "loaded_tokens": 32}
-    return Turn(**{**given, "exact": True, "detail": "", **fields})  # type: ignore[arg-type]
+    given = {"request_id": "cmpl-1", "epoch": 2, "replica_id": "rep-1", "after_seq": 9, "last_seq": 9}
+    return Turn(**{"loaded_tokens": 32, **given, "exact": True, "detail": "", **fields})  # type: ignore[arg-type]
 
 
 DAMAGE = Damaged(7, "object flipped", "cmpl-1", 1, 0, 32, 64, single=True)
@@ -119,6 +119,8 @@ DAMAGE = Damaged(7, "object flipped", "cmpl-1", 1, 0, 32, 64, single=True)
         ([turn(detail="[32, 64) of choice 0: its bytes do not have the digest")], False, 1),
         ([turn(loaded_tokens=0)], False, 0),
         ([turn(epoch=1, loaded_tokens=64)], False, 0),
+        ([turn(loaded_tokens=None, after_seq=0), turn(epoch=3, loaded_tokens=64)], False, 0),
+        ([turn(loaded_tokens=None), turn(epoch=3, loaded_tokens=64)], True, 0),
         ([turn(request_id="cmpl-2", loaded_tokens=64)], False, 0),
         ([], False, 0),
     ],

@@ -85,7 +85,8 @@ def pod(name: str, script: str, **spec: Any) -> Object:
     return body
 
 
-FOREVER = "trap 'echo bye; exit 0' TERM; while :; do sleep 0.1; done"
+SAYS_BYE = "trap 'echo bye; exit 0' TERM; "
+FOREVER = SAYS_BYE + "while :; do sleep 0.1; done"
 
 
 def state(cluster: TestCluster, name: str, namespace: str) -> Object:
@@ -183,7 +184,7 @@ def test_a_deployment_serves_behind_its_service(live_cluster: TestCluster, live_
 
 
 def test_the_grace_is_given_and_no_more(live_cluster: TestCluster, live_namespace: str) -> None:
-    live_cluster.api.create(pod("polite", "echo up; " + FOREVER), live_namespace)
+    live_cluster.api.create(pod("polite", SAYS_BYE + "echo up; " + FOREVER), live_namespace)
     live_cluster.api.create(pod("deaf", "trap '' TERM; echo up; while :; do sleep 0.1; done"), live_namespace)
     for name in ("polite", "deaf"):
         live_cluster.wait(lambda name=name: "up" in live_cluster.kubelet.log(name, live_namespace), f"{name} is up")
