@@ -24,6 +24,7 @@ from typing import Final
 import msgspec
 
 from function_runtime.agent_channel import AgentChannel, AgentGone
+from function_runtime.beats import Beats, progress_of
 from function_runtime.clock import LifeClock, Stopwatch
 from function_runtime.engine_like import DoubtLike, EngineLike, SealedRangeLike
 from function_runtime.errors import EngineFault
@@ -34,8 +35,6 @@ from function_runtime.inbox import Inbox
 from function_runtime.kv_service import KvRead, KvService
 from function_runtime.parking import Parking
 from function_runtime.protocol import (
-    HEARTBEAT_S,
-    IDLE_TOLD_S,
     PROTOCOL_VERSION,
     STALLED_AFTER_S,
     Accepted,
@@ -61,9 +60,6 @@ from function_runtime.protocol import (
 from function_runtime.wire import AgentWord, Drain, Ping, Report, StoreToken
 from model_loader.objects.location import TOKEN_VARIABLE
 
-_BUSY_BEAT_NS: Final = int(HEARTBEAT_S / 2 * 1e9)
-_IDLE_BEAT_NS: Final = 1_000_000_000
-_IDLE_TOLD_NS: Final = int(IDLE_TOLD_S * 1e9)
 FLUSH_WITHIN_S: Final = 5.0
 """How long an ending replica may spend on storing the KV of what it could not finish, and parking on storing that of
 what it puts away."""
@@ -99,10 +95,7 @@ class Serving:
         self._steps = 0
         self._lease_ns = 0
         self._last_ping_ns = time.monotonic_ns()
-        self._next_beat_ns = 0
-        self._was_busy = False
-        self._next_told_ns = 0
-        """When gateways hear of it again although it does nothing."""
+        self._beats = Beats()
         self._drain: Drain | None = None
         self._drain_until_ns = 0
         self._parking = Parking(inbox, kv, FLUSH_WITHIN_S)
@@ -133,7 +126,7 @@ class Serving:
         if self._engine.has_work:
             timeout_s = 0.0
         else:
-            timeout_s = max(0.0, (self._next_beat_ns - begin_ns) / 1e9)
+            timeout_s = max(0.0, (self._beats.next_ns - begin_ns) / 1e9)
             if self._drain is not None:
                 timeout_s = min(timeout_s, max(0.0, (self._drain_until_ns - begin_ns) / 1e9))
         ready = self._selector.select(timeout_s)
@@ -254,28 +247,16 @@ class Serving:
 
     def _beat(self) -> None:
         now_ns = time.monotonic_ns()
-        if now_ns < self._next_beat_ns:
+        if now_ns < self._beats.next_ns:
             return
         if self._lease_ns and now_ns - self._last_ping_ns > self._lease_ns:
             raise AgentGone
-        busy = self._held.any_live
-        self._next_beat_ns = now_ns + (_BUSY_BEAT_NS if busy else _IDLE_BEAT_NS)
-        stats = self._engine.stats
-        life = self._clock.read()
-        progress = Progress(
-            steps=self._steps,
-            running=stats.running,
-            waiting=stats.waiting,
-            kv_used_blocks=stats.kv_used_blocks,
-            kv_total_blocks=stats.kv_total_blocks,
-            time=life,
-        )
-        if self._was_busy or busy or now_ns >= self._next_told_ns:
-            self._next_told_ns = now_ns + _IDLE_TOLD_NS
+        stats, life = self._engine.stats, self._clock.read()
+        if self._beats.begin(now_ns, self._held.any_live):
+            progress = progress_of(self._steps, stats, life)
             for link in self._links:
                 if link.welcome:
                     link.send(self._progress_for(link, progress))
-        self._was_busy = busy
         totals = self._kv.store_totals() if self._kv is not None else StoreTotals()
         self._agent.mention(Report(time=life, running=stats.running, waiting=stats.waiting, store=totals))
         for held in self._held.expired(now_ns):
@@ -284,7 +265,7 @@ class Serving:
     def _places_moved(self) -> None:
         """Where several gateways share the places, each hears at once what the others took or left."""
         if len(self._links) > 1:
-            self._next_beat_ns = self._next_told_ns = 0
+            self._beats.at_once()
 
     def _progress_for(self, link: GatewayLink, progress: Progress) -> Progress:
         """What one gateway is told: how many places the others take, so that they do not sell one twice."""
@@ -375,7 +356,7 @@ class Serving:
             self._settle(known, goes_on=True)
         held = HeldRequest(work, link)
         self._held.add(held)
-        self._next_beat_ns = min(self._next_beat_ns, time.monotonic_ns() + _BUSY_BEAT_NS)
+        self._beats.soon(time.monotonic_ns())
         self._places_moved()
         if self._drain is not None:
             held.parking = f"this replica is ending: {self._drain.reason}"
