@@ -71,6 +71,7 @@ class Kubelet:
         self._node_ips: dict[str, str] = {}
         self._pod_ips: dict[str, str] = {}
         self._workers: dict[str, PodWorker] = {}
+        self._told_ends: set[str] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -211,6 +212,12 @@ class Kubelet:
         else:
             worker.update(pod)
         self._refresh_hosts()
+
+    def tell_end(self, worker: PodWorker) -> None:
+        """Once a pod: news of it that comes after its end has another worker that finds it ended."""
+        if worker.uid not in self._told_ends:
+            self._told_ends.add(worker.uid)
+            self.on_end(worker)
 
     async def _run(self, worker: PodWorker) -> None:
         try:

@@ -128,7 +128,7 @@ class PodWorker:
                 task.cancel()
             for process in self.running.values():
                 process.signal(signal.SIGKILL)
-            self.kubelet.on_end(self)
+            self.kubelet.tell_end(self)
             self.volumes.remove()
             self.done.set()
 
