@@ -28,13 +28,13 @@ from function_runtime.passes import Passes
 from function_runtime.protocol import KvChunk
 from model_loader.errors import MissingObject
 from model_loader.objects import ObjectStore
+from model_loader.objects.resilience import DEFAULT_LIMITS
 
 Place: TypeAlias = tuple[str, int, str]
 
 READ_S: Final = 10.0
-SLOWEST_BYTES_S: Final = 1024 * 1024
-"""A range that takes longer than `READ_S`, and than its bytes take at this speed besides, is given up: many long ones
-share a slow line."""
+"""A range that takes longer, and than its bytes take at a store's slowest besides, is given up: many long ones share a
+slow line."""
 _NOTHING: Final = memoryview(b"")
 Bad: TypeAlias = Callable[[KvChunk, str], None]
 """Told of a chunk that is not what its record says, or not there at all."""
@@ -238,7 +238,7 @@ class Fetch:
         return self._check(arrival, chunk, first, last)
 
     def _get(self, arrival: Arrival, pack: str, offset: int, view: memoryview, deadline_s: float) -> None:
-        within_s = min(deadline_s - time.monotonic(), READ_S + len(view) / SLOWEST_BYTES_S)
+        within_s = min(deadline_s - time.monotonic(), READ_S + len(view) / DEFAULT_LIMITS.slowest_bytes_s)
         if arrival.abandoned or within_s <= 0:
             raise TimeoutError("not read in time")
         self._store.get_into(pack, offset, view, within_s=within_s)
