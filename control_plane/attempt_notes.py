@@ -53,15 +53,19 @@ class AttemptNotes:
         self._record("parked", request, request.seat, reason, inputs)
 
     def resumed(self, request: LiveRequest, message: Accepted) -> None:
-        after_seq = request.log.last_seq
+        self._write("taken", self._taken(request, request.seat, message))
+
+    async def _taken(self, request: LiveRequest, seat: Seat | None, message: Accepted) -> None:
+        after_seq = await self._journal.taken(message)
+        if after_seq is None:
+            return
         logger.info(
             "event=resume request=%s epoch=%d after_seq=%d loaded_tokens=%d recomputed_tokens=%d exact=%s",
-            request.request_id, request.epoch, after_seq, message.loaded_tokens, message.recomputed_tokens,
+            request.request_id, message.epoch, after_seq, message.loaded_tokens, message.recomputed_tokens,
             message.exact,
         )  # fmt: skip
-        self._write("taken", self._journal.taken(message))
         inputs = {
-            "epoch": request.epoch,
+            "epoch": message.epoch,
             "after_seq": after_seq,
             "loaded_tokens": message.loaded_tokens,
             "recomputed_tokens": message.recomputed_tokens,
@@ -75,7 +79,7 @@ class AttemptNotes:
         )
         if message.detail:
             reason = f"{reason}: {message.detail}"
-        self._record("resume", request, request.seat, reason, inputs)
+        self._record("resume", request, seat, reason, inputs)
 
     def _record(self, kind: str, request: LiveRequest, seat: Seat | None, reason: str, inputs: dict[str, Any]) -> None:
         origin = request.origin

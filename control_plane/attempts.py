@@ -127,11 +127,15 @@ class Attempts:
             self.give_up(request, "the replica does not know the request")
         elif isinstance(message, Attached):
             request.attached = True
-        elif isinstance(message, Accepted) and not request.attached:
-            request.stages.load_kv_us += message.load_us
-            if request.trace is not None:
-                request.trace.taken(message)
-            if request.log.last_seq or message.loaded_tokens:
+        elif isinstance(message, Accepted):
+            if not request.attached:
+                request.stages.load_kv_us += message.load_us
+                if request.trace is not None:
+                    request.trace.taken(message)
+            # One that had stored KV to go on from and left all of it out says why, before its first token too; one that
+            # is attached to may have said all this to a gateway that did not live to write it down.
+            goes_on = request.log.last_seq and not request.attached
+            if goes_on or message.loaded_tokens or message.recomputed_tokens or message.detail:
                 self._notes.resumed(request, message)
 
     def give_up(self, request: LiveRequest, reason: str) -> None:

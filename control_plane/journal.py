@@ -323,8 +323,9 @@ class Journal(History):
         bill.tell(self.on_charged)
         return requeued
 
-    async def taken(self, accepted: Taken) -> bool:
-        """What the replica said on taking the request: how much of it was resumed from stored KV, how exactly."""
+    async def taken(self, accepted: Taken) -> int | None:
+        """What the replica said on taking the request: how much of it was resumed from stored KV, how exactly. After
+        which token the attempt went on; None where it was written before (a replica says it to every gateway)."""
         values = {
             "id": accepted.request_id,
             "epoch": accepted.epoch,
@@ -334,9 +335,10 @@ class Journal(History):
             "load_us": accepted.load_us,
             "detail": accepted.detail,
         }
-        return await self._database.submit(
-            lambda connection: connection.execute(sql.TAKEN, values).rowcount == 1, guarded=False
+        row = await self._database.submit(
+            lambda connection: connection.execute(sql.TAKEN, values).fetchone(), guarded=False
         )
+        return None if row is None else int(row[0])
 
     # --- the log ------------------------------------------------------------------------------------------------
 

@@ -67,7 +67,8 @@ WHERE id = :id AND owner = :me AND epoch = :epoch AND state = 'running'"""
 TAKEN: Final = """
 UPDATE attempts SET loaded_tokens = :loaded_tokens, recomputed_tokens = :recomputed_tokens, exact = :exact,
     load_us = :load_us, detail = :detail
-WHERE request_id = :id AND epoch = :epoch"""
+WHERE request_id = :id AND epoch = :epoch AND loaded_tokens IS NULL
+RETURNING after_seq"""
 
 READ_LOG: Final = """
 WITH RECURSIVE chain (id, previous, first_seq, last_seq, payload) AS (

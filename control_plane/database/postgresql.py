@@ -1,9 +1,10 @@
 """PostgreSQL through asyncpg, made synchronous: each session drives an event loop of its own inside its thread.
 
 Functions that keep their conditions in their statements commit under READ COMMITTED, all others under SERIALIZABLE,
-and whoever meets another writer is tried again. A commit whose answer did not come is looked up by its transaction id
-once the server is back, so that it is neither lost nor done twice. A server that is away is asked again with growing
-pauses; until then everybody is refused at once.
+and whoever meets another writer is tried again. Each transaction that writes leaves its number in its writer's row of
+`commit_marks`: a commit whose answer did not come is looked up there once the server is back, so that it is neither
+lost nor done twice. A server that is away is asked again with growing pauses; until then everybody is refused at once.
+NOTE: the server's own id of a transaction does not tell: what a crash took with it is given to the next transaction.
 Limits: PostgreSQL 13 or newer. Prepared statements belong to a connection: a pooler between must keep sessions whole.
 A session that stops inside a transaction (a stopped process) is ended by the server after `idle_transaction_s`.
 """
@@ -15,6 +16,7 @@ import contextlib
 import logging
 import threading
 import time
+import uuid
 from collections import OrderedDict
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -50,6 +52,20 @@ PAUSE_MAX_S: Final = 2.0
 MIGRATION_LOCK: Final = 0x53746F6B6572
 ONCE: Final = ("CREATE", "ALTER", "DROP", "SET", "LOCK")
 """Statements that are not worth preparing."""
+MARKS: Final = """
+CREATE TABLE IF NOT EXISTS commit_marks (
+    writer TEXT PRIMARY KEY, mark BIGINT NOT NULL, at TIMESTAMPTZ NOT NULL DEFAULT now()
+) WITH (fillfactor = 10)"""
+"""Apart from the schema of what is kept: a driver's own, needed before the first migration."""
+BEGIN_MARKING: Final = "INSERT INTO commit_marks (writer, mark) VALUES (?, 0) ON CONFLICT (writer) DO NOTHING"
+FORGET_MARKS: Final = "DELETE FROM commit_marks WHERE at < now() - INTERVAL '7 days'"
+COMMIT_MARKED: Final = """
+INSERT INTO commit_marks (writer, mark) SELECT '{writer}', {mark} WHERE pg_current_xact_id_if_assigned() IS NOT NULL
+ON CONFLICT (writer) DO UPDATE SET mark = EXCLUDED.mark, at = now();
+COMMIT"""
+"""One way to the server. A transaction that wrote nothing has no id, and leaves no mark either."""
+LAST_MARK: Final = "SELECT mark FROM commit_marks WHERE writer = ? FOR UPDATE"
+"""Waits for a transaction whose server has not noticed yet that nobody listens any more."""
 _BUSY: Final = frozenset({"40001", "40P01", "55P03"})
 _LOST: Final = frozenset({"57P01", "57P02", "57P03", "57P05", "25P03", "25P04"})
 _STORAGE: Final = frozenset({"25006", "57014"})
@@ -90,11 +106,24 @@ class PostgresResult:
         return [tuple(row) for row in rows]
 
 
+class Marks:
+    """What one driver's transactions are told apart by; used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self.writer: Final = uuid.uuid4().hex
+        self._last = 0
+
+    def next(self) -> int:
+        self._last += 1
+        return self._last
+
+
 class PostgresSession:
-    def __init__(self, loop: asyncio.AbstractEventLoop, raw: Any, process_commit: str) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, raw: Any, process_commit: str, marks: Marks) -> None:
         self._loop = loop
         self._raw = raw
         self._process_commit = process_commit
+        self._marks = marks
         self._statements: OrderedDict[str, _Prepared] = OrderedDict()
         self._lost = False
 
@@ -154,16 +183,20 @@ class PostgresSession:
         self._run(self._raw.execute(f"BEGIN ISOLATION LEVEL {level}; SET LOCAL synchronous_commit TO {commit}"))
 
     def commit(self) -> None:
+        mark = self._marks.next()
         try:
-            mark = self.execute("SELECT CAST(pg_current_xact_id_if_assigned() AS TEXT)").fetchone()
+            self._run(self._raw.execute(COMMIT_MARKED.format(writer=self._marks.writer, mark=mark)))
         except asyncpg.InFailedSQLTransactionError as error:
             raise RuntimeError("a function went on after a statement of its transaction had failed") from error
-        try:
-            self._run(self._raw.execute("COMMIT"))
         except ConnectionLost as error:
-            if mark is None or mark[0] is None:
-                raise
-            raise UnclearCommit(error, str(mark[0])) from error
+            raise UnclearCommit(error, str(mark)) from error
+
+    def begin_marking(self) -> None:
+        """From here on this writer's row is there to be locked."""
+        if self.execute("SELECT to_regclass('commit_marks') IS NULL").fetchall() != [(0,)]:
+            self._run(self._raw.execute(f"BEGIN; SELECT pg_advisory_xact_lock({MIGRATION_LOCK}); {MARKS}; COMMIT"))
+        self.execute(FORGET_MARKS)
+        self.execute(BEGIN_MARKING, (self._marks.writer,))
 
     def rollback(self) -> None:
         self._run(self._raw.execute("ROLLBACK"))
@@ -222,6 +255,7 @@ class PostgresDriver:
         self._failures = 0
         self._again_at = 0.0
         self._last_error = ""
+        self._marks = Marks()
 
     @property
     def label(self) -> str:
@@ -233,7 +267,13 @@ class PostgresDriver:
     # --- connections ------------------------------------------------------------------------------------------
 
     def open_writer(self) -> PostgresSession:
-        return self._open()
+        session = self._open()
+        try:
+            session.begin_marking()
+        except BaseException:
+            session.close()
+            raise
+        return session
 
     def open_reader(self) -> PostgresSession:
         return self._open()
@@ -256,7 +296,7 @@ class PostgresDriver:
             raise ServerAway(self._last_error) from error
         with self._lock:
             self._failures, self._again_at = 0, 0.0
-        return PostgresSession(loop, raw, self._settings.process_commit)
+        return PostgresSession(loop, raw, self._settings.process_commit, self._marks)
 
     async def _connect(self) -> Any:
         settings = self._settings
@@ -304,7 +344,7 @@ class PostgresDriver:
         return Fault.STORAGE if state in _STORAGE or state.startswith(_STORAGE_CLASSES) else Fault.CALLER
 
     def was_committed(self, unclear: UnclearCommit) -> bool | None:
-        """The server knows of every transaction id what became of it. Tried for a moment only: the writer waits."""
+        """What the last transaction that took effect has left. Tried for a moment only: the writer waits."""
         until = time.monotonic() + self._settings.unclear_s
         while time.monotonic() < until:
             try:
@@ -313,17 +353,17 @@ class PostgresDriver:
                 time.sleep(PAUSE_S)
                 continue
             try:
-                query = "SELECT pg_xact_status(CAST(CAST(? AS TEXT) AS xid8))"
-                (status,) = session.execute(query, (unclear.mark,)).fetchone() or (None,)
+                row = session.execute(LAST_MARK, (self._marks.writer,)).fetchone()
             except (ConnectionLost, asyncpg.PostgresError) as error:
                 logger.warning("event=unclear_commit error=%r", str(error))
-                status = "in progress"
+                time.sleep(PAUSE_S)
+                continue
             finally:
                 session.close()
-            if status != "in progress":
-                logger.warning("event=unclear_commit status=%s", status)
-                return None if status is None else bool(status == "committed")
-            time.sleep(PAUSE_S)
+            # Without its row (another database has taken this one's place, say) nobody can tell.
+            committed = None if row is None else str(row[0]) == unclear.mark
+            logger.warning("event=unclear_commit committed=%s", committed)
+            return committed
         return None
 
     def after_group(self, session: Session, jobs: int, readers: Readers) -> None:

@@ -24,7 +24,9 @@ from tests.chaos.victims import VICTIM_WITHIN_S, Done, Victims, send_signal
 
 DAMAGE_TRIES = 20
 SAID_S = 0.15
-"""In which what a process said before it was stopped is read and committed."""
+"""In which what a process said before it was stopped is read and committed, mostly."""
+SAID_AT_LAST_S = 3.0
+"""In which it is, where a gateway or the database lags."""
 
 
 class Spoiler:
@@ -77,14 +79,15 @@ class Spoiler:
             if spoiled is None:
                 send_signal(replica["pid"], signal.SIGCONT)
                 continue
+            send_signal(replica["pid"], signal.SIGKILL)
             done.damaged = list(
                 self._damaged(
                     done.fault,
                     rows,
                     lambda _, c: c.pack == pack and spoiled.spoils(c.offset, c.nbytes),  # noqa: B023
+                    self._written_late(rows),
                 )
             )
-            send_signal(replica["pid"], signal.SIGKILL)
             done.hit = f"{pack[-12:]} ({len(done.damaged)} chunks), replica {replica['replica_id']}"
             return
 
@@ -97,11 +100,29 @@ class Spoiler:
                 return content
         return b"no other pack was there"
 
+    def _written_late(self, rows: Sequence[StoredKv]) -> list[StoredKv]:
+        """What is recorded of these requests until others have them: a chunk that was written anew, and of which the
+        journal learns after the damage, is loaded in the damaged one's place."""
+        epochs = {row.request_id: row.epoch for row in rows}
+        late: dict[tuple[str, int], StoredKv] = {}
+        deadline_s = time.monotonic() + SAID_AT_LAST_S
+        while time.monotonic() < deadline_s:
+            now = [row for row in self._place.books.live_kv(self._function) if row.request_id in epochs]
+            late.update({(row.request_id, row.number): row for row in now})
+            if all(row.epoch > epochs[row.request_id] for row in now):
+                break
+            time.sleep(0.02)
+        return list(late.values())
+
     def _damaged(
-        self, fault: Fault, rows: Sequence[StoredKv], is_hit: Callable[[StoredKv, KvChunk], bool]
+        self,
+        fault: Fault,
+        rows: Sequence[StoredKv],
+        is_hit: Callable[[StoredKv, KvChunk], bool],
+        late: Sequence[StoredKv] = (),
     ) -> Iterator[Damaged]:
-        """Of all records of these requests (`rows`), those that are hit."""
-        whole = [(row.request_id, c) for row in rows for c in row.chunks if not is_hit(row, c)]
+        """Of all records of these requests (`rows`), those that are hit. `late`: what else was recorded by then."""
+        whole = [(row.request_id, c) for row in (*rows, *late) for c in row.chunks if not is_hit(row, c)]
         for row in rows:
             for chunk in row.chunks:
                 if is_hit(row, chunk):

@@ -73,6 +73,8 @@ class Behaviour:
     """Sends every token and never says that it has finished."""
     deaf: bool = False
     """Does not hear `Park`."""
+    left_out: str = ""
+    """What it says of stored KV that it did not load."""
 
 
 @dataclass
@@ -172,7 +174,8 @@ class FakeReplica:
         if behaviour.fail is not None:
             self._tell(work, msgspec.structs.replace(behaviour.fail, request_id=work.request_id, epoch=work.epoch))
             return
-        self._tell(work, Accepted(work.request_id, work.epoch, recomputed_tokens=len(work.produced)))
+        recomputed, detail = len(work.produced), behaviour.left_out
+        self._tell(work, Accepted(work.request_id, work.epoch, recomputed_tokens=recomputed, detail=detail))
         sampling = work.sampling
         made = [sum(event.choice == choice for event in work.produced) for choice in range(sampling.n)]
         seq = len(work.produced) + 1

@@ -320,3 +320,23 @@ async def test_the_same_bytes_are_known_for_every_choice_and_every_pack_that_has
         await until(lambda known=known: live.kv == known)
     assert await plane.context.journal.kv(request_id) == [anew, other]
     response.close()
+
+
+async def test_an_attempt_that_left_its_stored_kv_out_says_why_before_its_first_token_too(plane: Plane) -> None:
+    """Else nobody could tell whether what the next one loads had been computed again."""
+    behaviour = plane.slot.behaviour
+    behaviour.silent, behaviour.left_out = True, "[0, 32) of choice 0: the object is gone"
+    await plane.deploy()
+    response = await plane.post(body(stream=True))
+    request_id = response.headers["x-request-id"]
+    journal = plane.context.journal
+
+    async def details() -> list[str | None]:
+        return [attempt.detail for attempt in await journal.attempts(request_id)]
+
+    async with asyncio.timeout(10):
+        while await details() != [behaviour.left_out]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    (attempt,) = await journal.attempts(request_id)
+    assert (attempt.after_seq, attempt.loaded_tokens) == (0, 0)
+    response.close()

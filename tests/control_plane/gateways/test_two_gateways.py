@@ -243,16 +243,33 @@ async def test_the_internal_calls_need_the_internal_token(pair: tuple[Gateway, G
 # --- death and adoption -----------------------------------------------------------------------------------------------
 
 
+async def noted(gateway: Gateway, request_id: str) -> str:
+    """What the journal says of the one attempt's stored KV, once it says something."""
+    async with asyncio.timeout(20):
+        while True:
+            (attempt,) = await gateway.context.journal.attempts(request_id)
+            if attempt.detail is not None:
+                return attempt.detail
+            await asyncio.sleep(0.01)
+
+
 async def test_the_adopter_attaches_to_the_replica_and_a_reader_gets_the_rest_and_only_the_rest(
     pair: tuple[Gateway, Gateway],
 ) -> None:
     leader, other = pair
     leader.slot.behaviour.token_s = 0.02
+    leader.slot.behaviour.left_out = "[0, 32) of choice 0: the object is gone"
     response = await leader.post(body(stream=True, max_tokens=200))
     request_id = response.headers["x-request-id"]
     before = await read_until(Stream(response), 10)
+    await noted(leader, request_id)
+    # As if it had died before it wrote down what the replica said when it took the request.
+    await leader.context.journal._database.write(
+        lambda c: c.execute("UPDATE attempts SET loaded_tokens = NULL, detail = NULL")
+    )
     await leader.die()
     after = await rest_of(other, request_id, before[-1][0])
+    assert await noted(other, request_id) == leader.slot.behaviour.left_out
     assert text_of(before + after) == answer_of(200)
     assert [place for place, _ in before + after] == [*range(1, 201), 200]
     replica = leader.slot.living[0]

@@ -348,7 +348,11 @@ async def test_attempts_tell_what_each_replica_did(journal: Journal) -> None:
     await write(journal, request_id, 1, 2, device=used(10, 5))
     await journal.requeue(request_id, 1, "replica lost")
     await journal.assign(request_id, "rep-2", "slot-0")
-    await journal.taken(Taken(request_id, 2, loaded_tokens=64, recomputed_tokens=9, exact=True, load_us=700))
+    assert (
+        await journal.taken(Taken(request_id, 2, loaded_tokens=64, recomputed_tokens=9, exact=True, load_us=700)) == 2
+    )
+    again = Taken(request_id, 2, loaded_tokens=32, recomputed_tokens=41, exact=True, load_us=900)
+    assert await journal.taken(again) is None, "what was written first stands"
     await write(journal, request_id, 3, 1, epoch=2, device=used(1, 2))
     await journal.finish(request_id, 2, done(3, device=used(1, 3)))
     first, second = await journal.attempts(request_id)

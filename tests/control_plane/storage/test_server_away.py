@@ -248,6 +248,10 @@ async def test_a_server_that_hangs_counts_as_away_and_comes_back(away: tuple[Dat
     assert "c" in await names(database)
 
 
+def is_commit(work: Any) -> bool:
+    return str(work.cr_frame.f_locals.get("query")).endswith("COMMIT") and "CREATE" not in str(work.cr_frame.f_locals)
+
+
 class Cut:
     """Breaks the connection once, during a commit: behind its effect, or before it."""
 
@@ -259,7 +263,7 @@ class Cut:
         run = driver.PostgresSession._run
 
         def breaking(session: Any, work: Any) -> Any:
-            if self.done or not self.armed or work.cr_frame.f_locals.get("query") != "COMMIT":
+            if self.done or not self.armed or not is_commit(work):
                 return run(session, work)
             self.done = True
             if committed:
@@ -290,6 +294,38 @@ async def test_a_commit_without_an_answer_is_looked_up_and_done_exactly_once(
     assert await database.write(insert) == "done"
     assert cut.done and len(runs) == (1 if committed else 2)
     assert await names(database) == ["a"]
+
+
+async def test_what_a_crash_took_is_not_mistaken_for_another_transaction_with_its_id(
+    away: tuple[Database, PostgresServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server dies with a commit on the way, and gives the lost transaction's id to the next one that comes."""
+    from control_plane.database import postgresql as driver
+
+    database, server = away
+    await database.write(put("before"))
+    run, ids, crashed = driver.PostgresSession._run, list[str](), list[bool]()
+    name = database.driver.label.rpartition("/")[2]  # type: ignore[attr-defined]
+
+    def crashing(session: Any, work: Any) -> Any:
+        if crashed or not is_commit(work):
+            return run(session, work)
+        crashed.append(True)
+        work.close()
+        (mine,) = run(session, session._raw.fetchrow("SELECT CAST(pg_current_xact_id() AS TEXT)"))
+        server.kill()
+        server.start()
+        for number in range(3):
+            server.run(f"INSERT INTO secrets (name, value, created_us) VALUES ('x{number}', '', 0)", name)
+        others = server.fetch("SELECT CAST(xmin AS TEXT) FROM secrets WHERE name LIKE 'x%'", name)
+        ids.extend([mine, *(row[0] for row in others)])
+        session._lost = True
+        raise driver.ConnectionLost("the server is gone")
+
+    monkeypatch.setattr(driver.PostgresSession, "_run", crashing)
+    await database.write(put("a"))
+    assert crashed and ids[0] in ids[1:], "the id was given away again, which is what this is about"
+    assert "a" in await names(database)
 
 
 @pytest.mark.parametrize("committed", [True, False])
