@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import random
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.faults import FUNCTION, Report, under_fire
+from tests.chaos.seeds import SEED
 from tests.chaos.site import missing
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 GIVEN = int(os.environ.get("STOKER_CHAOS_FAULTS", "0"))
-SEED = int(os.environ.get("STOKER_CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 2**31)
 
 
 def assert_sound(report: Report) -> None:

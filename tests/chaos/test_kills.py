@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.killing import VICTIMS, audit, kill_rounds
+from tests.chaos.seeds import SEED
 from tests.support.checkpoints import make_tiny_llama
 from tests.support.service import Service
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 ROUNDS = int(os.environ.get("STOKER_CHAOS_ROUNDS", "50"))
-SEED = int(os.environ.get("STOKER_CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 2**31)
 
 
 @pytest.fixture

@@ -4,16 +4,15 @@ the control plane: nothing lost, left behind, doubled or shared."""
 from __future__ import annotations
 
 import os
-import random
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.pod_cycles import Cycles
+from tests.chaos.seeds import SEED
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
 CYCLES = int(os.environ.get("STOKER_CHAOS_CYCLES", "25"))
-SEED = int(os.environ.get("STOKER_CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 2**31)
 
 
 def test_cycles_of_pods_lose_leave_double_and_share_nothing(tmp_path: Path) -> None:

@@ -4,13 +4,13 @@ answer, an eviction under a stream, kills of everything that can be killed, book
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from tests.chaos.killing import VICTIMS, audit, kill_rounds
+from tests.chaos.seeds import SEED
 from tests.kubernetes.town import POOL, Town, town
 from tests.support.checkpoints import make_tiny_llama
 
@@ -20,7 +20,6 @@ TOKENS = 300
 BODY = {"model": "fn", "prompt": list(range(20, 120)), "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0,
         "stream": True, "logprobs": 0}  # fmt: skip
 ROUNDS = int(os.environ.get("STOKER_CHAOS_ROUNDS", "8"))
-SEED = int(os.environ.get("STOKER_CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 2**31)
 ENGINE: dict[str, Any] = {"threads": 1, "kv_bytes": 32 << 20, "prefix_cache": False}
 
 
