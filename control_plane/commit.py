@@ -18,7 +18,7 @@ import msgspec
 from control_plane.journal import Journal
 from control_plane.live_request import LiveRequest, Lost, Phase
 from control_plane.retries import Retry
-from function_runtime.protocol import Begun, Finished, KvSealed, Parked, TokenEvent, Tokens
+from function_runtime.protocol import Begun, Finished, KvChunk, KvSealed, Parked, TokenEvent, Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -156,12 +156,20 @@ class Commits:
         request.kv = list(stored.values())
         if not request.origin.durable:
             return
-        future = asyncio.ensure_future(self._journal.seal_kv(request.request_id, message.epoch, chunks))
-        self._tasks.add(future)
-        future.add_done_callback(self._sealed)
+        self._seal(request.request_id, message.epoch, chunks)
 
-    def _sealed(self, done: asyncio.Future[bool]) -> None:
-        self._tasks.discard(done)
-        if not done.cancelled() and (error := done.exception()) is not None:
-            # The chunks are only a shortcut: a resume recomputes what the journal does not name.
-            logger.warning("event=seal_refused error=%s", error)
+    def _seal(self, request_id: str, epoch: int, chunks: tuple[KvChunk, ...], retry: Retry | None = None) -> None:
+        """Nobody waits for it, but what the journal does not name is computed again after this gateway's death: a
+        storage that refuses is asked again."""
+        future = asyncio.ensure_future(self._journal.seal_kv(request_id, epoch, chunks))
+        self._tasks.add(future)
+
+        def written(done: asyncio.Future[bool]) -> None:
+            self._tasks.discard(done)
+            if not done.cancelled() and (error := done.exception()) is not None:
+                again = retry or Retry("seal_refused", request_id, self._journal.patience_s)
+                asyncio.get_running_loop().call_later(
+                    again.refused(error), self._seal, request_id, epoch, chunks, again
+                )
+
+        future.add_done_callback(written)

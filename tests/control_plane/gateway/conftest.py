@@ -56,6 +56,11 @@ class Plane:
         await start_context(self.context, str(server.make_url("")).rstrip("/"))
         self.key = self.settings.admin_key_path.read_text().strip()
 
+    def hold_headers(self) -> None:
+        """A stream that fails says so by its status for as long as a user's would; the short heartbeat of these tests
+        lets the headers out before a busy machine gets that far."""
+        self.context.settings = replace(self.context.settings, http=HttpSettings())
+
     async def stop(self) -> None:
         self.context.draining = True
         await self.client.close()

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from control_plane.attempts import FRUITLESS_MAX
+from control_plane.errors import StorageUnavailable
 from control_plane.records import RequestState
 from function_runtime.protocol import DeviceTime, Failed, Finished, KvChunk, KvSealed, Settled, Submit
 from tests.control_plane.gateway.conftest import Plane, Stream, body, text_of, until
@@ -112,6 +113,9 @@ async def test_a_replica_that_fails_and_says_retry_is_replaced(plane: Plane) -> 
 async def test_a_replica_that_can_never_do_it_is_an_error_with_its_reason(plane: Plane) -> None:
     plane.slot.behaviour.fail = Failed("", 0, "engine_numeric_error", "logits are NaN", False, DeviceTime())
     await plane.deploy()
+    async with plane.post(body()) as response:
+        assert response.status == 500, "its replica is there"
+    plane.hold_headers()
     async with plane.post(body(stream=True)) as response:
         error = (await response.json())["error"]
     assert (response.status, error["code"], error["message"]) == (500, "engine_numeric_error", "logits are NaN")
@@ -339,4 +343,31 @@ async def test_an_attempt_that_left_its_stored_kv_out_says_why_before_its_first_
             await asyncio.sleep(0.01)
     (attempt,) = await journal.attempts(request_id)
     assert (attempt.after_seq, attempt.loaded_tokens) == (0, 0)
+    response.close()
+
+
+async def test_stored_kv_is_named_in_the_journal_although_the_storage_refused_at_first(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane.slot.behaviour.silent = True
+    await plane.deploy()
+    response = await plane.post(body(stream=True))
+    request_id = response.headers["x-request-id"]
+    replica = await plane.replica()
+    await until(lambda: replica.works)
+    journal, refusals = plane.context.journal, [StorageUnavailable("away"), StorageUnavailable("away")]
+    seal_kv = journal.seal_kv
+
+    async def refusing(*given: Any) -> bool:
+        if refusals:
+            raise refusals.pop()
+        return await seal_kv(*given)
+
+    monkeypatch.setattr(journal, "seal_kv", refusing)
+    chunk = KvChunk(0, 0, 32, "kv/packs/one", 0, 9, "d" * 64, "c" * 64)
+    replica._tell(replica.works[0], KvSealed(request_id, 1, (chunk,)))
+    async with asyncio.timeout(10):
+        while await journal.kv(request_id) != [chunk]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert not refusals
     response.close()

@@ -67,6 +67,7 @@ async def test_what_could_not_be_accepted_is_taken_back_from_the_replica_that_be
     plane.slot.behaviour.token_s = 0.01
     disk = FullDisk(plane.context.db, monkeypatch)
     disk.full = True
+    plane.hold_headers()
     async with plane.post(body(stream=True, max_tokens=200)) as response:
         assert response.status == 503
     begun = replica.works[-1].request_id

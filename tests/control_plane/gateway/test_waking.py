@@ -108,6 +108,7 @@ async def test_a_bad_checkpoint_reaches_the_waiting_requests_and_is_not_tried_in
         assert response.headers["x-should-retry"] == "false"
     async with plane.post(body()) as response:
         assert response.status == 503
+    plane.hold_headers()
     async with plane.post(body(stream=True)) as response:
         assert response.status == 503
     assert len(plane.slot.started) == 1
