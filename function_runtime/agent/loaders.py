@@ -33,8 +33,9 @@ _LONGEST_PAUSE_S: Final = 60.0
 _MAX_LINE_BYTES: Final = 1 << 20
 _KEEP_NICE: Final = 15
 _TUNABLES: Final = "GLIBC_TUNABLES"
-_PAST_THE_CACHE: Final = "glibc.cpu.x86_non_temporal_threshold=0x20000"
-"""Copies of 128 KiB and more are written past the processor's caches, which saves reading what is written over."""
+_PAST_THE_CACHE: Final = "glibc.cpu.x86_non_temporal_threshold=0x8000"
+"""Copies of 32 KiB and more are written past the processor's caches, which saves reading what is written over; those of
+512 KiB and more (16 times it) four pages at a time, which saves another twentieth."""
 
 
 def loader_environment() -> dict[str, str]:

@@ -26,7 +26,7 @@ from model_loader.chunks import CHUNK_BYTES
 from model_loader.errors import IntegrityError, SourceMissing, SourceUnavailable
 from model_loader.file_memory import copy, is_cached, map_file
 from model_loader.manifest import write_atomically
-from model_loader.ranges.source import Tier
+from model_loader.ranges.source import Digest, Tier
 
 HOT_BYTES: Final = 1024 * 1024
 """A cached block at a time. By CPU time of a whole load, 1 MiB took 0.59 s/GB and 512 KiB 0.68 (each block costs the
@@ -34,10 +34,9 @@ interpreter some 20 us); 4 MiB, which do not stay in the cache until they are di
 COLD_BYTES: Final = CHUNK_BYTES
 RANGE_BYTES: Final = 4 * CHUNK_BYTES
 """What a thread takes at a time: each costs the interpreter some 100 us, whatever is in it."""
-MAPPED_BYTES: Final = CHUNK_BYTES
-"""Copied past the processor's caches at a time, then digested out of them: two threads' fit where cores share a third
-level. In smaller pieces threads met at the interpreter's lock more often: 512 KiB took a third more processor time, and
-on a busy machine, where each meeting waits for the scheduler, half as much time again."""
+MAPPED_BYTES: Final = 512 * 1024
+"""Copied past the processor's caches at a time, then digested out of them: what one core's second level holds. 4 MiB
+took a sixth more processor time where others use the processor: a part had left the caches before it was digested."""
 _LEAST_MAPPED_BYTES: Final = 64 * 1024
 TRIALS: Final = 6
 """Cold reads of each way before one is chosen."""
@@ -172,7 +171,6 @@ class LocalSource:
         self._paths = paths
         self._ways = ways or ColdWays()
         self._opened: dict[str, _Opened] = {}
-        self._looked = threading.local()
         self._lock = threading.Lock()
 
     def __enter__(self) -> LocalSource:
@@ -199,32 +197,28 @@ class LocalSource:
             )
         return count
 
-    def read_cached(self, file: str, offset: int, view: memoryview) -> memoryview:
-        """As `read_into`, of what is in the page cache, but gives the bytes to be digested: what is in `view` now, or
-        the file's own, the same as long as `holds`. None of them: it is not there."""
+    def read_cached(self, file: str, offset: int, view: memoryview, digest: Digest) -> tuple[int, bool]:
+        """As `read_into`, of what is in the page cache. What is digested is in `view` now, or the file's own, the same
+        as long as `holds`."""
         opened = self._open(file)
         mapped = opened.mapped() if len(view) >= _LEAST_MAPPED_BYTES else None
         if mapped is not None:
-            piece = mapped[offset : offset + min(len(view), MAPPED_BYTES)]
-            if self._is_cached(file, opened, offset, offset + len(piece)):
-                copy(view[: len(piece)], piece)
-                return piece
-        try:
-            return view[: self._read_cached(opened, offset, view)]
-        except OSError as error:
-            raise SourceUnavailable(f"cannot read {opened.path}: {error.strerror}") from error
-
-    def _is_cached(self, file: str, opened: _Opened, begin: int, end: int) -> bool:
-        """Looked at 4 MiB at a time, by each thread where it reads; what goes meanwhile costs waiting, no more."""
-        known: tuple[str, int, int] = getattr(self._looked, "range", ("", 0, 0))
-        if not (known[0] == file and known[1] <= begin and end <= known[2]):
-            known = (file, begin, max(end, min(begin + COLD_BYTES, opened.nbytes)))
-            if not is_cached(opened.handle, begin, known[2] - begin):
-                known = (file, begin, end)
-                if not is_cached(opened.handle, begin, end - begin):
-                    return False
-            self._looked.range = known
-        return True
+            for most_bytes in (len(view), COLD_BYTES):
+                lent = mapped[offset : offset + min(len(view), most_bytes)]
+                if len(lent) and is_cached(opened.handle, offset, len(lent)):
+                    copy(view, lent, MAPPED_BYTES, digest)
+                    return len(lent), True
+        came = 0
+        while came < len(view):
+            try:
+                count = self._read_cached(opened, offset + came, view[came:])
+            except OSError as error:
+                raise SourceUnavailable(f"cannot read {opened.path}: {error.strerror}") from error
+            if count == 0:
+                break
+            digest(view[came : came + count])
+            came += count
+        return came, False
 
     def holds(self, file: str) -> bool:
         return self._open(file).is_held()

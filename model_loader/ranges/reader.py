@@ -23,7 +23,7 @@ import xxhash
 
 from model_loader.chunks import CHUNK_BYTES, ChunkList
 from model_loader.errors import IntegrityError, LoaderError, SourceError, SourceMissing, SourceUnavailable
-from model_loader.ranges.source import RangeSource, ReadStats, Tier
+from model_loader.ranges.source import Digest, RangeSource, ReadStats, Tier
 
 Write = Callable[[int, memoryview], None]
 """(place, bytes): called from any thread, with every byte of a span at least once; again where a chunk was bad."""
@@ -45,9 +45,9 @@ class Landing(Protocol):
 class CachedSource(Protocol):
     """A source that can say at once whether it has bytes at hand."""
 
-    def read_cached(self, file: str, offset: int, view: memoryview) -> memoryview:
-        """As `read_into`, but gives the bytes that came: none where it would have to wait. They are those in `view`, or
-        equal to them as long as the source `holds` the file."""
+    def read_cached(self, file: str, offset: int, view: memoryview, digest: Digest) -> tuple[int, bool]:
+        """As `read_into`, and has what came digested; none where it would have to wait. True: what was digested is not
+        what is in `view`, but equal to it as long as the source `holds` the file."""
         ...
 
     def holds(self, file: str) -> bool:
@@ -78,8 +78,6 @@ class ReadLimits:
 
 
 DEFAULT_LIMITS: Final = ReadLimits()
-DIRECT_BYTES: Final = CHUNK_BYTES
-"""Read into the destination at a time, and digested while it is in the cache."""
 _LEAST_DIRECT_BYTES: Final = 64 * 1024
 """Of memory that follows on itself: for less, a read of its own costs more than a copy."""
 _DELIVER_BYTES: Final = 1024 * 1024
@@ -109,24 +107,33 @@ class _Segment:
 class _Digested:
     """The digests of chunks whose bytes come one after another, in pieces of any size."""
 
-    def __init__(self, first: int, begin: int) -> None:
-        self.index = first
-        self.at = begin
-        self._state = xxhash.xxh3_128()
-        self._has_lent = False
+    def __init__(self, first: int, chunks: ChunkList) -> None:
+        self._chunks = chunks
+        self.at = chunks.bounds(first)[0]
+        self._whole: list[tuple[int, bytes]] = []
+        self.has_lent = False
+        """Any of it was the source's own memory."""
+        self._begin(first)
 
-    def update(self, view: memoryview, is_lent: bool, chunks: ChunkList) -> Iterator[tuple[int, bytes, bool]]:
-        """Gives every chunk that is whole now, its digest, and whether any of it was the source's own memory."""
-        while len(view):
-            begin, nbytes = chunks.bounds(self.index)
-            piece = view[: begin + nbytes - self.at]
-            self._state.update(piece)
-            view, self.at = view[len(piece) :], self.at + len(piece)
-            self._has_lent = self._has_lent or is_lent
-            if self.at == begin + nbytes:
-                yield self.index, self._state.digest(), self._has_lent
-                self._has_lent = False
-                self.index, self._state = self.index + 1, xxhash.xxh3_128()
+    def _begin(self, index: int) -> None:
+        self._index = index
+        # Behind the last one nothing comes.
+        self._left = self._chunks.bounds(index)[1] if index < len(self._chunks) else CHUNK_BYTES
+        self._state = xxhash.xxh3_128()
+
+    def add(self, view: memoryview) -> None:
+        while len(view) >= self._left:
+            self._state.update(view[: self._left])
+            self._whole.append((self._index, self._state.digest()))
+            view, self.at = view[self._left :], self.at + self._left
+            self._begin(self._index + 1)
+        self._state.update(view)
+        self.at, self._left = self.at + len(view), self._left - len(view)
+
+    def take_whole(self) -> list[tuple[int, bytes]]:
+        """The chunks whose last byte has come since, and their digests."""
+        whole, self._whole = self._whole, []
+        return whole
 
 
 class _Stopped(Exception):
@@ -293,14 +300,15 @@ class VerifiedReader:
         chunks, mismatches, cached = self.files[file], list[IntegrityError](), self._cached.get(id(source))
         for first, count in list(_runs(missing)):
             begin, end = chunks.bounds(first)[0], sum(chunks.bounds(first + count - 1))
-            state = _Digested(first, begin)
+            state = _Digested(first, chunks)
             for piece in plan.segments(file, begin, end):
                 while state.at < piece.end:
-                    for view, is_lent in self._read_some(source, cached, piece, state.at, plan, write):
-                        for index, digest, has_lent in state.update(view, is_lent, chunks):
-                            # Of what was lent, other bytes than those digested may have been copied.
-                            if not has_lent or (cached is not None and cached.holds(file)):
-                                self._settle(source, file, index, digest, missing, mismatches, plan, landed)
+                    self._read_some(source, cached, piece, state, plan, write)
+                    whole = state.take_whole()
+                    # Of what was lent, other bytes than those digested may have been copied.
+                    if whole and not (state.has_lent and cached is not None and not cached.holds(file)):
+                        for index, digest in whole:
+                            self._settle(source, file, index, digest, missing, mismatches, plan, landed)
                     if self._stop.is_set():
                         raise _Stopped
         if missing and not mismatches:
@@ -312,22 +320,25 @@ class VerifiedReader:
         source: RangeSource,
         cached: CachedSource | None,
         piece: _Segment,
-        at: int,
+        state: _Digested,
         plan: _Plan,
         write: Write,
-    ) -> Iterator[tuple[memoryview, bool]]:
-        """Bytes from `at` on, already where they belong, and whether they are the source's own."""
-        begin_s = time.monotonic()
-        view = plan.landing_view(piece, at, piece.end - at if cached is None else DIRECT_BYTES)
-        came = memoryview(b"")
+    ) -> None:
+        """Brings bytes from where `state` is to where they belong, and has them digested."""
+        begin_s, at = time.monotonic(), state.at
+        view = plan.landing_view(piece, at)
         if view is not None and cached is not None:
-            came = cached.read_cached(piece.file, at, view)
+            got, is_lent = cached.read_cached(piece.file, at, view, state.add)
+            if got:
+                self.stats.moved(source.tier, got, time.monotonic() - begin_s)
+                plan.moved(got)
+                state.has_lent = state.has_lent or is_lent
+                return
         elif view is not None:
-            came = view[: source.read_into(piece.file, at, view, within_s=self._limits.range_s)]
-        if len(came):
-            self.stats.moved(source.tier, len(came), time.monotonic() - begin_s)
-            plan.moved(len(came))
-            yield came, view is not None and came.obj is not view.obj
+            got = source.read_into(piece.file, at, view, within_s=self._limits.range_s)
+            self.stats.moved(source.tier, got, time.monotonic() - begin_s)
+            plan.moved(got)
+            state.add(view[:got])
             return
         buffer = self._buffer()
         got = source.read_into(
@@ -337,7 +348,7 @@ class VerifiedReader:
         for taken in range(0, got, _DELIVER_BYTES):
             part = buffer[taken : min(got, taken + _DELIVER_BYTES)]
             plan.deliver(piece.file, at + taken, part, write)
-            yield part, False
+            state.add(part)
 
     def _settle(
         self,
@@ -432,11 +443,11 @@ class _Plan:
         chunks = range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES))
         return {span for index in chunks for span in self._spans.get((file, index), ()) if span.nbytes}
 
-    def landing_view(self, piece: _Segment, at: int, most_bytes: int) -> memoryview | None:
+    def landing_view(self, piece: _Segment, at: int) -> memoryview | None:
         """The destination's memory from the file's byte `at` on; None: by way of a buffer."""
         if self._landing is None or piece.to is None:
             return None
-        return self._landing.view(piece.to + at - piece.begin, min(most_bytes, piece.end - at))
+        return self._landing.view(piece.to + at - piece.begin, piece.end - at)
 
     def moved(self, nbytes: int) -> None:
         if self._landing is not None:

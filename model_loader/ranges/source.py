@@ -7,10 +7,13 @@ threads. Limits: a file's size must not change while it is read; if it does, its
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
+
+Digest = Callable[[memoryview], object]
+"""Is given bytes in their order, each piece while it is in the processor's cache."""
 
 
 class Tier(StrEnum):
