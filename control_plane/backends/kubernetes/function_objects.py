@@ -1,7 +1,7 @@
 """`Function` objects kept in step with the functions of the API, by the leader, both ways (`agreeing` has the rule).
 
-Whatever changes marks a function; marked ones are looked at a few at a time, and their objects' status is written
-where it says something else than before. Limits: a fault of the API server or of the database is tried again after
+Whatever changes marks a function; marked ones are looked at a few at a time. Status is written behind them, where it
+says something else than before. Limits: a fault of the API server or of the database is tried again after
 `AGAIN_S`; a name that another object has already is looked at again when either changes.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from itertools import islice
 from typing import Any, Final
@@ -40,7 +40,8 @@ logger = logging.getLogger(__name__)
 
 AGAIN_S: Final = 5.0
 SETTLE_S: Final = 0.25
-"""How long a status may be behind: what starts and is ready within it is written once."""
+"""How long a status may be behind: what starts and is ready within it is written once. What is asked for meanwhile does
+not wait for it."""
 AT_ONCE: Final = 8
 """Functions that are looked at together: what each costs is waiting, for the database and the API server."""
 StatusOf = Callable[[Function], tuple[dict[str, Any], tuple[Condition, ...]]]
@@ -75,6 +76,9 @@ class FunctionObjects:
         self._due = asyncio.Event()
         self._led = False
         self._task: asyncio.Task[None] | None = None
+        self._restate_at_s = float("-inf")
+        """When statuses may be written again."""
+        self._later: asyncio.TimerHandle | None = None
         self.writes = 0
         """Of objects and their status."""
 
@@ -86,6 +90,8 @@ class FunctionObjects:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
+        if self._later is not None:
+            self._later.cancel()
         await end_task(self._task)
         if self.objects is not None:
             await self.objects.close()
@@ -135,8 +141,6 @@ class FunctionObjects:
                 self._led = False
                 await asyncio.sleep(AGAIN_S)
                 self._due.set()
-            if self._restated:
-                await asyncio.sleep(SETTLE_S)
 
     async def look(self) -> None:
         if not self._leads():
@@ -148,24 +152,43 @@ class FunctionObjects:
             await self._bonds.refresh()
             self._led = True
             self._mark_all()
-        marked, self._marked = self._marked, {}
-        if not await self._each(marked, self._settle_or_again):
+        while self._marked:
+            if not await self._some(self._marked, self._settle_or_again):
+                return
+        if not self._restated:
             return
-        restated, self._restated = self._restated, {}
-        await self._each(restated, self._restate)
+        if (left_s := self._restate_at_s - asyncio.get_running_loop().time()) > 0:
+            if self._later is None:
+                self._later = asyncio.get_running_loop().call_later(left_s, self._restate_now)
+            return
+        restated, self._restated, writes = self._restated, {}, self.writes
+        # Between any two of them what was marked meanwhile goes first.
+        while restated and not self._marked:
+            if not await self._some(restated, self._restate):
+                return
+        if restated:
+            self._restated = {**restated, **self._restated}
+            self._due.set()
+        elif self.writes != writes:
+            self._restate_at_s = asyncio.get_running_loop().time() + SETTLE_S
 
-    async def _each(
-        self, keys: Iterable[FunctionKey], work: Callable[[FunctionKey], Coroutine[Any, Any, None]]
+    def _restate_now(self) -> None:
+        self._later = None
+        self._due.set()
+
+    async def _some(
+        self, keys: dict[FunctionKey, None], work: Callable[[FunctionKey], Coroutine[Any, Any, None]]
     ) -> bool:
-        """Some at a time, so that their writes wait together; False: the lead went meanwhile."""
-        left = iter(keys)
-        while some := list(islice(left, AT_ONCE)):
-            if not self._leads():
-                self._led = False
-                return False
-            async with asyncio.TaskGroup() as group:
-                for key in some:
-                    group.create_task(work(key))
+        """The first of them, so that their writes wait together; False: the lead went meanwhile."""
+        if not self._leads():
+            self._led = False
+            return False
+        some = list(islice(keys, AT_ONCE))
+        for key in some:
+            del keys[key]
+        async with asyncio.TaskGroup() as group:
+            for key in some:
+                group.create_task(work(key))
         return True
 
     async def _settle_or_again(self, key: FunctionKey) -> None:

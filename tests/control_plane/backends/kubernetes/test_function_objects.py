@@ -168,6 +168,19 @@ async def test_an_object_is_deployed_changed_and_deleted_like_over_the_api(offic
     await until(lambda: office.functions.find("chat", "default") is None)
 
 
+async def test_a_change_does_not_wait_for_a_status_that_may_be_late(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("control_plane.backends.kubernetes.function_objects.SETTLE_S", 3600.0)
+    office.put(scaling={"max_replicas": 2})
+    await until(lambda: office.condition("chat", "Accepted").get("status") == "True")
+    written = office.objects.writes
+    office.put(scaling={"max_replicas": 3})
+    await until(lambda: office.functions.get("chat", "default").spec.scaling.max_replicas == 3)
+    await until(lambda: KEY in office.objects._restated and not office.objects._due.is_set())
+    assert office.objects.writes == written, "its status is written with what else comes until then"
+
+
 async def test_what_the_api_is_told_is_written_into_the_object(office: Office) -> None:
     office.put()
     await until(lambda: office.functions.find("chat", "default") is not None)

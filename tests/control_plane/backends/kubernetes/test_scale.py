@@ -90,15 +90,15 @@ async def test_at_rest_nothing_is_written_whatever_there_is(tmp_path: Path, monk
     tending = Tending(backend, lambda: True, lambda slot_id: on[slot_id], lambda: in_flight)
     pools = PoolStatus(backend, lambda: True, lambda slot_id: on[slot_id])
     objects.start(api)
-    await until(lambda: len(functions.list()) == FUNCTION_COUNT, within_s=60)
+    await until(lambda: len(functions.list()) == FUNCTION_COUNT, within_s=150)
     await tending.look()
     assert await pools.look()
 
     def settled() -> bool:
         return all("status" in found for found in api.objects["functions"].values())
 
-    await until(settled, within_s=60)
-    await until(lambda: not objects._marked and not objects._restated, within_s=60)
+    await until(settled, within_s=150)
+    await until(lambda: not objects._marked and not objects._restated, within_s=150)
     assert json.dumps(api.objects["slotpools"]["default"]["status"]["phases"]) == json.dumps({"ready": SLOTS})
 
     before = api.writes
@@ -132,7 +132,7 @@ async def test_objects_found_together_are_deployed_together_and_each_once(tmp_pa
     )  # fmt: skip
     before = database.stats.commits
     objects.start(api)
-    await until(lambda: all("status" in found for found in api.objects["functions"].values()), within_s=60)
+    await until(lambda: all("status" in found for found in api.objects["functions"].values()), within_s=150)
     assert len(functions.list()) == count and api.calls["patch functions"] == count
     assert database.stats.commits - before < count, "each is two writes: they wait together"
     await objects.close()
