@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
@@ -104,17 +105,20 @@ class Moves:
 
     def _plan(self, kind: str, now_s: float) -> Plan | None:
         fleet = self._fleet
-        works = self._movable(kind, now_s)
-        if not works:
+        wishes = list(fleet.placing.still_unplaced(now_s).values())
+        there = Counter(map(self._backend.class_of, fleet.slots))
+        spare = [each for each in self._backend.classes if each.elastic and there[each.name] > each.least]
+        # What follows is a look at every idle replica.
+        if not (wishes or spare) or not (works := self._movable(kind, now_s)):
             return None
         homes = list(fleet.placing.homes(now_s, kind))
-        for wish in fleet.placing.still_unplaced(now_s).values():
+        for wish in wishes:
             plan = to_make_room(wish.work, homes, works, now_s)
             if plan is not None:
                 return plan
-        for slots in self._backend.classes:
+        for slots in spare:
             alike = [home for home in homes if home.kind == slots.name]
-            if slots.elastic and len(alike) > slots.least:
+            if len(alike) > slots.least:
                 plan = to_empty(alike, works, HELD_S, now_s)
                 if plan is not None:
                     return plan

@@ -8,6 +8,8 @@ seen when the slot tells of them.
 
 from __future__ import annotations
 
+import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -31,6 +33,12 @@ if TYPE_CHECKING:
 
 AGE_S: Final = 10.0
 """Free memory and forecasts move without a word: no older than this."""
+ROUND_S: Final = 4.0
+"""In so long `freshen` goes through all slots, so that who waits does not wait for a look at all of them."""
+FRESHEN_S: Final = 0.5
+"""Its pause."""
+FRESHENED_AT_ONCE: Final = 8
+"""Slots, before anything else runs."""
 SOON_S: Final = 0.1
 """What was looked at so lately is not looked at again where there is no room."""
 ROOM_WAIT_S: Final = 30.0
@@ -81,6 +89,10 @@ class Placing:
         """Slots that load a checkpoint now."""
         self._shut_before: frozenset[str] = frozenset()
         self._made_s = float("-inf")
+        self._looked_s: dict[str, float] = {}
+        """By class of slots: when they were last looked at for somebody who found no room."""
+        self._round: tuple[float, list[str]] = (float("-inf"), [])
+        """When `freshen` began its round, and which slots it has left."""
         self.unplaced: dict[FunctionKey, Unplaced] = {}
         self.on_no_room: Callable[[], None] = lambda: None
         """Told when something has just found no room."""
@@ -147,9 +159,11 @@ class Placing:
         key, now_s = (work.tenant, work.function), time.monotonic()
         kind = CUDA if device.startswith(CUDA) else CPU
         placement = place(work, self.homes(now_s, kind), now_s, self.may_end)
-        if (placement is None and now_s - self._made_s > SOON_S) or (placement is not None and placement.victims):
+        looked_s = max(self._made_s, self._looked_s.get(work.kind, float("-inf")))
+        if (placement is None and now_s - looked_s > SOON_S) or (placement is not None and placement.victims):
             # Who runs what changes without a word: it is looked at anew before anybody has to go, or nobody can.
-            self._made_s = float("-inf")
+            self._looked_s[work.kind] = now_s
+            self._changed |= {slot_id for slot_id in self._fleet.slots if self._backend.class_of(slot_id) == work.kind}
             placement = place(work, self.homes(now_s, kind), now_s, self.may_end)
         if placement is not None and not placement.victims:
             self.unplaced.pop(key, None)
@@ -189,6 +203,20 @@ class Placing:
                 homes.put(self._home(state, slot_id, kind, class_name, most, closed=slot_id in shut))
         self._changed.clear()
         return self._homes[device_kind]
+
+    async def freshen(self) -> None:
+        """Looks anew at some slots: at each once in a round."""
+        now_s = time.monotonic()
+        if not self._round[1]:
+            self._round = (now_s, list(self._fleet.slots))
+        begun_s, left = self._round
+        for _ in range(math.ceil(len(self._fleet.slots) * FRESHEN_S / (ROUND_S * FRESHENED_AT_ONCE))):
+            self._changed.update(left[-FRESHENED_AT_ONCE:])
+            del left[-FRESHENED_AT_ONCE:]
+            self.homes(now_s)
+            await asyncio.sleep(0)
+        if not left:
+            self._made_s = max(self._made_s, begun_s)
 
     def _note_loads(self, slot_id: str) -> set[str]:
         """Which checkpoints the slot loads; the slots whose pools are read more or less for it than before."""

@@ -22,6 +22,7 @@ from control_plane.errors import StokerError
 from control_plane.fleet import GONE
 from control_plane.load_meter import WINDOW_S
 from control_plane.moving import LOOK_S as MOVES_S
+from control_plane.placing import FRESHEN_S
 from control_plane.predicted import LOOK_S as PREDICTED_S
 from control_plane.preloading import TELL_S, Preloading
 from control_plane.slot_scaling import LOOK_S as SLOTS_S
@@ -104,6 +105,7 @@ class Upkeep:
             ("refresh", settings.gateway.refresh_s, self._refresh),
             ("slots", SLOTS_S, context.slot_scaling.look),
             ("moves", MOVES_S, context.moves.look),
+            ("homes", FRESHEN_S, self._freshen),
             ("predicted", PREDICTED_S, context.predicted.look),
             ("preload", TELL_S, Preloading(context).look),
             ("keep_load", KEEP_S, self._keep_load),
@@ -151,6 +153,10 @@ class Upkeep:
                 await self._try("settle_load", observations.settle())
             elif closed:
                 context.sender.changed(waiting=False)
+
+    async def _freshen(self) -> None:
+        if self._context.loop.leads:
+            await self._context.fleet.placing.freshen()
 
     async def _keep_load(self) -> None:
         if self._context.loop.leads:

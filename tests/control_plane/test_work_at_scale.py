@@ -11,13 +11,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from control_plane import moving, slot_pools, upkeep
+from autoscaler.work import Work
+from control_plane import moving, placing, slot_pools, upkeep
 from control_plane.backends.base import SlotClass
 from control_plane.backends.kubernetes.kinds import Kinds
 from control_plane.fleet import KEEP_ENDED, Fleet
 from control_plane.functions import ImportState
 from control_plane.importing import PREPARED_FUNCTIONS, Importing
 from control_plane.moving import Moves
+from control_plane.placing import CPU, Placing
 from control_plane.pod_spec import PodFields
 from control_plane.settings import Settings
 from control_plane.slot_pools import SlotPools
@@ -115,6 +117,73 @@ def test_the_slots_are_looked_at_once_however_many_classes_there_are() -> None:
     assert max(asked.values()) == 1 and waits[0] == 30.0 and waits[-1] == 2.0
 
 
+class Homes:
+    """Placement over a hundred slots of two classes, none of which has room, and whose homes it looked at."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock = Clock()
+        monkeypatch.setattr(placing, "time", self.clock)
+        slots = {f"{kind}-{number}": state_of(f"{kind}-{number}") for kind in "ab" for number in range(50)}
+        fleet: Any = SimpleNamespace(
+            slots=slots, on=lambda slot_id: [], living=lambda key: [], is_closed=lambda slot_id: True
+        )
+        classes = tuple(SlotClass(kind, 0, 50, 1, 1) for kind in "ab")
+        backend: Any = SimpleNamespace(
+            classes=classes,
+            leaving=frozenset(),
+            class_of=lambda slot_id: slot_id[0],
+            free_bytes=lambda slot_id: 1 << 30,
+        )
+        self.placing = Placing(fleet, backend)
+        self.looked: Counter[str] = Counter()
+        home = self.placing._home
+
+        def looked(state: SlotState, slot_id: str, device_kind: str, *given: Any, **named: Any) -> Any:
+            self.looked[slot_id] += device_kind == CPU
+            return home(state, slot_id, device_kind, *given, **named)
+
+        monkeypatch.setattr(self.placing, "_home", looked)
+
+    def place(self, kind: str) -> set[str]:
+        """Which slots are looked at for somebody who finds no room."""
+        self.looked.clear()
+        assert self.placing.place(Work(function="f", kind=kind)) is None
+        assert max(self.looked.values(), default=0) <= 1
+        return set(self.looked)
+
+
+async def test_who_finds_no_room_has_the_slots_of_its_class_looked_at_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    homes = Homes(monkeypatch)
+    homes.placing.homes(homes.clock.now_s)
+    homes.clock.now_s += 1.0
+    assert homes.place("own") == set(), "none of its class is there"
+    assert homes.place("a") == {f"a-{number}" for number in range(50)}
+    assert homes.place("a") == set(), "looked at so lately"
+    homes.clock.now_s += 1.0
+    assert homes.place("a") == {f"a-{number}" for number in range(50)}
+
+
+async def test_slots_are_looked_at_in_passing_so_that_nobody_waits_for_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    homes = Homes(monkeypatch)
+    homes.placing.homes(homes.clock.now_s)
+    for _ in range(2):
+        homes.looked.clear()
+        for _ in range(round(placing.ROUND_S / placing.FRESHEN_S)):
+            homes.clock.now_s += placing.FRESHEN_S
+            before = homes.looked.total()
+            await homes.placing.freshen()
+            assert homes.looked.total() - before <= 2 * placing.FRESHENED_AT_ONCE, "a few at a time"
+        assert len(homes.looked) == 100, "each in every round"
+    for _ in range(40):
+        homes.clock.now_s += placing.FRESHEN_S
+        await homes.placing.freshen()
+        assert homes.place("own") == set(), "never so old that all would have to be looked at"
+
+
 def test_a_class_is_there_for_as_long_as_a_function_needs_it() -> None:
     kinds = Kinds("rel", "image", "default")
     kinds.pool_changed("default", {**slot_pool(), "metadata": {"name": "default", "uid": "u", "generation": 1}})
@@ -194,9 +263,10 @@ async def test_moves_are_not_looked_for_while_nothing_has_changed(monkeypatch: p
     )  # fmt: skip
     fleet: Any = SimpleNamespace(
         living=lambda key=None: living, watchers=[], in_sight=True, placing=placing, successors={},
-        replicas={status.replica_id: status for status in living},
+        replicas={status.replica_id: status for status in living}, slots={"s-0": None, "s-1": None},
     )  # fmt: skip
-    moves = Moves(fleet, SimpleNamespace(classes=()), SimpleNamespace(), lambda: True, lambda *given: True)  # type: ignore[arg-type]
+    backend: Any = SimpleNamespace(classes=(SlotClass("c", 1, 2),), class_of=lambda slot_id: "c")
+    moves = Moves(fleet, backend, SimpleNamespace(), lambda: True, lambda *given: True)  # type: ignore[arg-type]
     await moves.look()
     for _ in range(5):
         clock.now_s += moving.IDLE_S
@@ -208,6 +278,10 @@ async def test_moves_are_not_looked_for_while_nothing_has_changed(monkeypatch: p
     clock.now_s += moving.ANEW_S
     await moves.look()
     assert asked == 30, "memory moves without a word"
+    del fleet.slots["s-1"]
+    placing.changes += 1
+    await moves.look()
+    assert asked == 30, "no slot is to spare, and nobody lacks room: nothing could be won"
 
 
 class Told:

@@ -24,6 +24,8 @@ from control_plane.tasks import end_task
 
 logger = logging.getLogger(__name__)
 
+GATHER_S: Final = 0.03
+"""Of a burst of news the last is looked at: it is a look at every pod, and who waits for a replica goes before."""
 LOOK_S: Final = 1.0
 """How late work that came or went may be told to the cluster: it moves without an event."""
 AGAIN_S: Final = 10.0
@@ -153,6 +155,7 @@ class Tending:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await self._due.wait()
+                    await asyncio.sleep(GATHER_S)
             self._due.clear()
             try:
                 self.on_look()
