@@ -199,7 +199,8 @@ def _decide(kind: SlotClass, demand: SlotDemand | None, now_s: float) -> SlotDec
     needed = max(by_room, by_forecast, kind.min_slots)
     desired = min(needed, max(kind.max_slots, kind.min_slots))
     if desired > current:
-        if not demand.complete and current > 0:
+        # Somebody who waits does not wait to see what runs on a slot that nobody hears.
+        if not demand.complete and current > 0 and not demand.waiting:
             return answer(current, SlotReason.HOLD_NO_DATA, "not everything is in sight yet")
         if by_room >= by_forecast and demand.unplaced:
             detail = f"{len(demand.unplaced)} replicas with {sum(demand.unplaced)} devices find no room"

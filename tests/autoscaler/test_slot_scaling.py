@@ -74,6 +74,10 @@ def decided(demand: SlotDemand, kind: SlotClass = NODE) -> SlotDecision:
         pytest.param(
             SlotDemand((busy("a"), empty("b", 9000)), complete=False), 2, SlotReason.HOLD_NO_DATA, id="not in sight"
         ),
+        pytest.param(SlotDemand((busy("a"),), (8,), complete=False), 1, SlotReason.HOLD_NO_DATA, id="nobody waits"),
+        pytest.param(
+            SlotDemand((busy("a"),), (8,), waiting=1, complete=False), 2, SlotReason.NO_ROOM, id="somebody waits"
+        ),
         pytest.param(
             SlotDemand((busy("a"), empty("b", 9000)), watched_s=5), 2, SlotReason.HOLD_WINDOW, id="just restarted"
         ),

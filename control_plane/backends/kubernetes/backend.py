@@ -91,6 +91,8 @@ class KubernetesBackend(LinkedSlots):
         """Why the agent of a slot is not heard that was tried in vain."""
         self._leaving: set[str] = set()
         """Slots that are being given back."""
+        self._made: set[str] = set()
+        """Pods that this gateway made, until they are linked to."""
         self.backoffs: dict[str, Backoff] = {}
         self._listener: SlotListener | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -190,7 +192,7 @@ class KubernetesBackend(LinkedSlots):
         now_s = time.monotonic()
         found = {name: now_s - asked.at_s for name, asked in self.asked.items()}
         for name, progress in self.progress.items():
-            if progress.seen.phase in COMING and name not in self._leaving:
+            if progress.seen.phase in COMING and name not in self._leaving and not progress.is_silent(now_s):
                 found[name] = now_s - progress.since_s
         return found
 
@@ -293,6 +295,7 @@ class KubernetesBackend(LinkedSlots):
 
     def _pod_gone(self, name: str) -> None:
         progress = self.progress.pop(name, None)
+        self._made.discard(name)
         self._events.pop(name, None)
         self._silent.pop(name, None)
         self.asked.pop(name, None)
@@ -310,8 +313,11 @@ class KubernetesBackend(LinkedSlots):
         if listener is None or service is None:
             return
         self._links[name] = link = SlotLink(name, PodHome(pod, service, self._void_after_s))
-        if not is_ready(pod):
-            # Nothing runs on a slot that is only coming up: nobody has to wait for it to know what does.
+        ours = name in self._made and self.leads_for_s() > 0
+        self._made.discard(name)
+        if ours or not is_ready(pod):
+            # Nothing runs on a slot that is only coming up, nor on one that nobody else has placed anything on: nobody
+            # has to wait for it to know what does.
             listener.slot_lost(name, "it is coming up", agent_gone=True)
         link.start(_Heard(self, listener))
 
@@ -360,6 +366,7 @@ class KubernetesBackend(LinkedSlots):
             name = pod_name(self.settings.release, kind.pool.name)
             seat = self._seat(kind.pool.name, kind.spec.perNode)
             self.asked[name] = Asked(class_name, kind.pool.name, seat, now_s)
+            self._made.add(name)
             body = pod_of(kind, name, service, namespace=self.settings.namespace, seat=seat)
             self._spawn(self._create(name, class_name, body))
         return begun

@@ -60,6 +60,8 @@ TRANSITIONS: Final[dict[Phase, frozenset[Phase]]] = {
 """`STARTING -> PULLING`: the news of a pull came late. `READY -> STARTING`: the agent died and is started anew, where
 its pool still is. Watches may miss steps between: `can_follow`."""
 
+SILENT_S: Final = 8.0
+"""Longer than an agent takes to be there again in its pod; what ran there is moved after twenty seconds of silence."""
 COMING: Final = (Phase.REQUESTED, Phase.PENDING, Phase.UNSCHEDULABLE, Phase.PULLING, Phase.STARTING)
 WORDS: Final = {
     Phase.REQUESTED: "the cluster has been asked for a slot",
@@ -224,6 +226,7 @@ class Progress:
     """When it entered its phase."""
     asked_s: float
     """When it was asked for."""
+    was_ready: bool = False
 
     def note(self, seen: Seen, now_s: float) -> bool:
         """Whether this is another phase."""
@@ -233,8 +236,14 @@ class Progress:
         moved = can_follow(self.seen.phase, seen.phase) or seen.phase is self.seen.phase
         if not moved:
             return False  # news that is older than what is known: an event that was late
+        self.was_ready = self.was_ready or self.seen.phase is Phase.READY
         self.seen, self.since_s = seen, now_s
         return True
+
+    def is_silent(self, now_s: float) -> bool:
+        """Whether it was of use and has not come back for so long that nobody is to wait for it: its agent does not
+        come up again, or its node cannot be reached."""
+        return self.was_ready and self.seen.phase in COMING and now_s - self.since_s > SILENT_S
 
     def late_s(self, now_s: float, settings: KubernetesSettings) -> float:
         """Beyond its budget; negative while there is some left."""

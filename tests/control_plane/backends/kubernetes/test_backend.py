@@ -17,7 +17,7 @@ from control_plane.backends.kubernetes import backend as backend_module
 from control_plane.backends.kubernetes import home
 from control_plane.backends.kubernetes.api import EVENTS, PODS, SLOT_POOLS, ApiError, ApiRefused
 from control_plane.backends.kubernetes.backend import UNSEEN, KubernetesBackend
-from control_plane.backends.kubernetes.phases import Phase
+from control_plane.backends.kubernetes.phases import SILENT_S, Phase
 from control_plane.backends.kubernetes.tending import Tending
 from control_plane.pod_spec import PodFields
 from tests.control_plane.backends.kubernetes.fake_cluster import (
@@ -128,6 +128,24 @@ async def test_a_create_call_is_made_before_anybody_could_wait_for_it(town: Town
     assert len(town.backend.coming) == 2 and town.api.calls["create pods"] == 0
     await asyncio.sleep(0)
     assert town.api.calls["create pods"] == 2, "in the next turn of the event loop"
+
+
+async def test_a_new_slot_that_is_ready_at_once_keeps_nobody_waiting_to_see_what_runs_there(town: Town) -> None:
+    await town.start()
+    ours = await town.ready()
+    assert (ours, True) in town.listener.lost, "known to be empty"
+    pod = {**town.api.objects["pods"][ours], "metadata": {**town.api.objects["pods"][ours]["metadata"]}}
+    pod["metadata"] |= {"name": "another-copy-s", "uid": "u2"}
+    town.machine.spawn("another-copy-s")
+    town.api.put(PODS, pod)
+    await until(lambda: "another-copy-s" in town.listener.slots)
+    assert ("another-copy-s", True) not in town.listener.lost, "whoever made it may have placed something there"
+    town.kubelet.stops_at = "start"
+    made = await town.one()
+    town.backend.leads_for_s = lambda: 0.0
+    town.kubelet.run(made)
+    await until(lambda: made in town.listener.slots)
+    assert (made, True) not in town.listener.lost, "another may lead meanwhile"
 
 
 async def test_a_slot_that_finds_no_node_is_told_of_in_words_and_given_up_after_its_budget(town: Town) -> None:
@@ -269,6 +287,19 @@ async def test_the_end_of_a_pod_is_told_with_its_reason_and_its_replicas_are_los
     assert any(word in reason for reason in reasons), reasons
     await town.tending.look()
     await until(lambda: town.pods == [])
+
+
+async def test_a_slot_that_has_fallen_silent_is_not_taken_for_one_that_comes(town: Town) -> None:
+    await town.start()
+    name = await town.ready()
+    town.backend.answers(name, False, "its events broke off")
+    assert name in town.backend.coming, "its agent may only be starting anew"
+    town.later(SILENT_S + 0.1)
+    assert name not in town.backend.coming, "who waits is given another"
+    (wait,) = town.backend.waits
+    assert (wait.slot_id, wait.words) == (name, "a slot is starting (its events broke off)")
+    town.backend.answers(name, True)
+    assert town.backend.progress[name].seen.phase is Phase.READY
 
 
 async def test_a_slot_that_is_going_gets_nothing_new_and_is_heard_to_the_end(town: Town) -> None:
