@@ -33,7 +33,7 @@ TOKEN_S: Final = 0.01
 READERS: Final = 2
 """Of each tenant."""
 TENANTS: Final = {"default": "mine", "other": "theirs"}
-WITHIN_S: Final = 120.0
+WITHIN_S: Final = 240.0
 LOOK_S: Final = 0.05
 
 
@@ -209,7 +209,7 @@ class Cycles:
 
     def _wait_zero(self, what: str) -> None:
         try:
-            self.place.cluster.wait(lambda: self.place.pods() == [], "no pod", 60, LOOK_S)
+            self.place.cluster.wait(lambda: self.place.pods() == [], "no pod", 150, LOOK_S)
         except AssertionError:
             left = [(each["metadata"]["name"], each["status"].get("phase")) for each in self.place.pods()]
             self.found.orphans.append(f"{what}: pods {left} are left; {self.place.service.replicas()}")
@@ -225,7 +225,7 @@ class Cycles:
         books = Books(service.data_dir / "stoker.db")
         with contextlib.suppress(AssertionError):
             unclosed = "SELECT 1 FROM replica_accounts WHERE closed_us IS NULL"
-            self.place.cluster.wait(lambda: not books.rows(unclosed), "closed accounts", 30)
+            self.place.cluster.wait(lambda: not books.rows(unclosed), "closed accounts", 120)
         found.moved = sum(count > 1 for count in Counter(turn.request_id for turn in books.turns()).values())
         found.books += [*books.log_faults(), *books.ledger_faults()]
         found.books += [f"{name} is {each.state}" for name, each in books.ends().items() if each.state != "done"]
@@ -240,7 +240,7 @@ class Cycles:
 
     def new_control_plane(self) -> None:
         self.place.service.kill("gateway")
-        self.place.service.start(ready_within_s=60.0)
+        self.place.service.start(ready_within_s=180.0)
 
 
 def _is_agent(process: psutil.Process, folder: Path) -> bool:

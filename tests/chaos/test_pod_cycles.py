@@ -11,7 +11,7 @@ import pytest
 from tests.chaos.pod_cycles import Cycles
 from tests.chaos.seeds import SEED
 
-pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.chaos, pytest.mark.timeout(1200)]
 CYCLES = int(os.environ.get("STOKER_CHAOS_CYCLES", "25"))
 
 

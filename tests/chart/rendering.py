@@ -26,7 +26,7 @@ def template(*arguments: str, release: str = "demo", values: str | None = None) 
     command = [helm(), "template", release, str(CHART), *arguments]
     if values is not None:
         command += ["--values", "-"]
-    return subprocess.run(command, input=values, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, input=values, capture_output=True, text=True, timeout=180, check=False)
 
 
 @cache

@@ -32,7 +32,7 @@ def cycle(service: Service, **environment: str) -> subprocess.CompletedProcess[s
     # As the chart hands it over: the text of the file, with nothing beside it.
     script = (CHART / "files" / "cycle.py").read_text()
     return subprocess.run(
-        [sys.executable, "-I", "-c", script], env=told, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-I", "-c", script], env=told, capture_output=True, text=True, timeout=240, check=False
     )
 
 

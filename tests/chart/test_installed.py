@@ -23,6 +23,7 @@ from tests.kubernetes import tools
 from tests.kubernetes.cluster import TestCluster
 from tests.support.checkpoints import make_tiny_llama
 
+pytestmark = pytest.mark.timeout(600)
 SMALL: Final = {
     "image": {"repository": "stoker"},
     "warmWorkers": 1,
@@ -61,7 +62,7 @@ def model() -> Iterator[str]:
 def run(cluster: TestCluster, tool: str, namespace: str, *arguments: str, given: str | None = None) -> str:
     done = subprocess.run(
         [tool, "--namespace", namespace, *arguments],
-        input=given, capture_output=True, text=True, timeout=170, check=False, env=cluster.environment(),
+        input=given, capture_output=True, text=True, timeout=400, check=False, env=cluster.environment(),
     )  # fmt: skip
     assert done.returncode == 0, f"{arguments}: {done.stderr}\n{done.stdout}\n{_state(cluster, namespace)}"
     return done.stdout
@@ -81,16 +82,16 @@ def _state(cluster: TestCluster, namespace: str) -> str:
 
 def install(cluster: TestCluster, namespace: str, model: str, mode: str) -> None:
     cluster.create_namespace(namespace, **{"pod-security.kubernetes.io/enforce": "restricted"})
-    values: dict[str, Any] = {**SMALL, "test": {"model": model, "timeoutSeconds": 120}}
+    values: dict[str, Any] = {**SMALL, "test": {"model": model, "timeoutSeconds": 280}}
     values["slots"] = {**SMALL["slots"], "mode": mode}  # type: ignore[dict-item]
-    arguments = ("install", "demo", str(CHART), "--values", "-", "--wait", "--timeout", "2m")
+    arguments = ("install", "demo", str(CHART), "--values", "-", "--wait", "--timeout", "5m")
     run(cluster, tools.helm(), namespace, *arguments, given=json.dumps(values))
 
 
 @pytest.mark.e2e
 def test_one_pod_goes_from_zero_to_an_answer_and_back(cluster: TestCluster, model: str) -> None:
     install(cluster, "one", model, "embedded")
-    said = run(cluster, tools.helm(), "one", "test", "demo", "--logs", "--timeout", "150s")
+    said = run(cluster, tools.helm(), "one", "test", "demo", "--logs", "--timeout", "330s")
     assert "and at zero again" in said, said
     assert not cluster.denied
     run(cluster, tools.helm(), "one", "uninstall", "demo", "--wait")
@@ -99,7 +100,7 @@ def test_one_pod_goes_from_zero_to_an_answer_and_back(cluster: TestCluster, mode
 @pytest.mark.e2e
 def test_slots_as_pods_come_for_a_request_with_the_rights_of_the_chart(cluster: TestCluster, model: str) -> None:
     install(cluster, "two", model, "pods")
-    said = run(cluster, tools.helm(), "two", "test", "demo", "--logs", "--timeout", "150s")
+    said = run(cluster, tools.helm(), "two", "test", "demo", "--logs", "--timeout", "330s")
     assert "and at zero again" in said, said
     (pool,) = json.loads(run(cluster, tools.kubectl(), "two", "get", "slotpools", "-o", "json"))["items"]
     assert pool["metadata"]["name"] == "default"
@@ -109,7 +110,7 @@ def test_slots_as_pods_come_for_a_request_with_the_rights_of_the_chart(cluster: 
     assert not cluster.denied
     run(cluster, tools.helm(), "two", "uninstall", "demo", "--wait")
     # Pools go with the chart's list of them, and slots with their pool.
-    cluster.wait(lambda: not cluster.api.list("pods", "two"), "no pod is left", 60)
+    cluster.wait(lambda: not cluster.api.list("pods", "two"), "no pod is left", 180)
 
 
 def not_ready(url: str) -> str:

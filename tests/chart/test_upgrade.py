@@ -47,7 +47,7 @@ def helm(cluster: TestCluster, namespace: str) -> Helm:
     def run(*arguments: str, fails: bool = False) -> str:
         done = subprocess.run(
             [tools.helm(), "--namespace", namespace, *arguments],
-            capture_output=True, text=True, timeout=60, check=False, env=cluster.environment(),
+            capture_output=True, text=True, timeout=180, check=False, env=cluster.environment(),
         )  # fmt: skip
         assert (done.returncode != 0) is fails, done.stderr
         return done.stderr if fails else done.stdout
@@ -60,7 +60,7 @@ def kubectl(cluster: TestCluster, namespace: str) -> Callable[..., Any]:
     def run(*arguments: str) -> Any:
         done = subprocess.run(
             [tools.kubectl(), "--namespace", namespace, *arguments, "-o", "json"],
-            capture_output=True, text=True, timeout=60, check=True, env=cluster.environment(),
+            capture_output=True, text=True, timeout=180, check=True, env=cluster.environment(),
         )  # fmt: skip
         return json.loads(done.stdout)
 
@@ -69,7 +69,7 @@ def kubectl(cluster: TestCluster, namespace: str) -> Callable[..., Any]:
 
 def forget_definitions(cluster: TestCluster) -> None:
     command = [tools.kubectl(), "delete", "crd", "--ignore-not-found", "slotpools.stoker.dev", "functions.stoker.dev"]
-    subprocess.run(command, capture_output=True, timeout=60, check=True, env=cluster.environment())
+    subprocess.run(command, capture_output=True, timeout=180, check=True, env=cluster.environment())
 
 
 def test_an_upgrade_from_the_first_release_keeps_the_workload_and_its_volume(helm: Helm, kubectl: Any) -> None:

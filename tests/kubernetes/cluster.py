@@ -207,7 +207,7 @@ class TestCluster:
         self.api.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}})
         self._made_namespaces.append(name)
 
-    def wait(self, holds: Callable[[], Any], what: str, timeout_s: float = 60.0, every_s: float = 0.02) -> Any:
+    def wait(self, holds: Callable[[], Any], what: str, timeout_s: float = 120.0, every_s: float = 0.02) -> Any:
         """Waits until `holds()` is true, and gives what it returned. `every_s`: where looking costs something."""
         ends_at = time.monotonic() + timeout_s
         while True:

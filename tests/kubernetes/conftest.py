@@ -6,14 +6,24 @@ import itertools
 import secrets
 import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.kubernetes import tools
 from tests.kubernetes.cluster import TestCluster
 
+TIMEOUT_S = 600
+"""Of each test here: what takes seconds alone takes minutes beside much else, and only a test that hangs takes this."""
 Run = Callable[..., subprocess.CompletedProcess[str]]
+FOLDER = Path(__file__).parent
 _numbers = itertools.count(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if FOLDER in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
 
 
 @pytest.fixture(scope="session")
@@ -63,6 +73,6 @@ def _runner(tool: str, cluster: TestCluster, namespace: str) -> Run:
     ) -> subprocess.CompletedProcess[str]:
         command = [tool, "--namespace", namespace, *arguments]
         env = cluster.environment(kubeconfig)
-        return subprocess.run(command, input=given, capture_output=True, text=True, timeout=60, env=env)
+        return subprocess.run(command, input=given, capture_output=True, text=True, timeout=180, env=env)
 
     return run

@@ -74,7 +74,7 @@ class Copies:
         given = ("--values", "-") if values else ()
         done = subprocess.run(
             [tools.helm(), "--namespace", SPACE, *arguments, *given], input=json.dumps(values), capture_output=True,
-            text=True, timeout=120, check=False, env=self.cluster.environment(),
+            text=True, timeout=400, check=False, env=self.cluster.environment(),
         )  # fmt: skip
         assert done.returncode == 0, f"{arguments}: {done.stderr}\n{self.told()}"
 
@@ -128,7 +128,7 @@ class Copies:
             holder = self.holder() if len(there) == 2 else ""
             return holder if holder in there and self.leader() == holder else ""
 
-        return str(self.cluster.wait(agreed, "two copies that agree on who leads", 60))
+        return str(self.cluster.wait(agreed, "two copies that agree on who leads", 180))
 
     def pid(self, pod: str) -> int:
         return self.cluster.kubelet.pids(pod, SPACE)["stoker"]
@@ -139,7 +139,7 @@ class Copies:
         headers = {"authorization": f"Bearer {self.key}", "content-type": "application/json"}
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url(pod) + path, data, headers, method=method)
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=180) as answer:
             return json.loads(answer.read())
 
     def deploy(self, at: str, name: str, model: str, **fields: Any) -> None:
@@ -171,7 +171,7 @@ def earlier_code(folder: Path) -> Path:
     """What control plane, agents and replicas were one version ago, as a folder for PYTHONPATH."""
     folder.mkdir()
     command = ["git", "archive", EARLIER, "--", *PACKAGES]
-    packed = subprocess.run(command, cwd=CHART.parents[1], capture_output=True, timeout=60, check=False)
+    packed = subprocess.run(command, cwd=CHART.parents[1], capture_output=True, timeout=180, check=False)
     if packed.returncode != 0:
         pytest.skip(f"the commit {EARLIER} is not in this checkout: {packed.stderr.decode(errors='replace').strip()}")
     with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
@@ -186,7 +186,7 @@ def is_ready(pod: dict[str, Any]) -> bool:
 
 def wait_events(reader: Reader, count: int) -> None:
     with reader.moved:
-        assert reader.moved.wait_for(lambda: len(reader.arrivals_s) >= count or reader.error is not None, 90)
+        assert reader.moved.wait_for(lambda: len(reader.arrivals_s) >= count or reader.error is not None, 180)
     assert reader.error is None, reader.error
 
 
@@ -210,7 +210,7 @@ def copies(**more: Any) -> Iterator[Copies]:
             cluster.api.apply({**secret, "stringData": {"url": database.url("stoker")}}, SPACE)
             cluster.apply(_CLAIM, SPACE)
             place = Copies(cluster, folder, database)
-            place.helm("install", RELEASE, str(CHART), "--wait", "--timeout", "2m", **VALUES, **more)
+            place.helm("install", RELEASE, str(CHART), "--wait", "--timeout", "5m", **VALUES, **more)
             kept = cluster.api.get("secrets", f"{RELEASE}-stoker-admin", SPACE)
             place.key = base64.b64decode(kept["data"]["admin-key"]).decode()
             yield place

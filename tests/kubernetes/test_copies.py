@@ -50,7 +50,7 @@ def whole(place: Copies) -> Any:
 
 
 def answer(reader: Any) -> Any:
-    reader.join(120)
+    reader.join(240)
     assert reader.error is None and reader.answer is not None, reader.error
     assert reader.seqs == list(range(1, TOKENS + 1)), "no gap and no double"
     return reader.answer
@@ -142,7 +142,7 @@ class Flow:
     def end(self) -> list[Reader]:
         self._over.set()
         for thread in self._threads:
-            thread.join(120)
+            thread.join(240)
         return self.readers
 
 
@@ -164,7 +164,7 @@ def test_versions_one_apart_are_replaced_by_one_another_under_live_streams(place
             pods = [each for each in place.pods("control-plane") if is_ready(each) and image in images([each])]
             return pods[0]["metadata"]["name"] if pods else ""
 
-        first = str(place.cluster.wait(arrived, f"a copy of {tag}", 60))
+        first = str(place.cluster.wait(arrived, f"a copy of {tag}", 240))
         reader = place.read(first, model="fn", tokens=TOKENS)
         wait_events(reader, 5)
         _, where = place.cluster.kubelet.execute(
@@ -175,7 +175,7 @@ def test_versions_one_apart_are_replaced_by_one_another_under_live_streams(place
         assert slots & set(before), "a gateway of one version, slots of the other"
         assert answer(reader) == whole
         place.cluster.wait(lambda image=image: images(place.pods("control-plane")) == {image}, "copies of one version")
-        place.cluster.wait(lambda image=image: images(place.pods("slot")) == {image}, "slots have followed", 90)
+        place.cluster.wait(lambda image=image: images(place.pods("slot")) == {image}, "slots have followed", 240)
         place.settled()
         readers = flow.end()
         assert len(readers) >= 4 and all(answer(each) == whole for each in readers)

@@ -149,7 +149,7 @@ def test_a_deployment_serves_behind_its_service(live_cluster: TestCluster, live_
         status = live_cluster.api.get("deployments", "web", live_namespace).get("status") or {}
         return bool(status.get("availableReplicas"))
 
-    live_cluster.wait(available, "a replica that is ready", 60)
+    live_cluster.wait(available, "a replica that is ready", 180)
     url = live_cluster.service_url("web", "http", live_namespace)
     live_cluster.wait(lambda: live_cluster.api.list("endpointslices", live_namespace)[0]["endpoints"], "an endpoint")
     with urllib.request.urlopen(f"{url}/a.txt", timeout=20) as answer:
@@ -172,7 +172,7 @@ def test_a_deployment_serves_behind_its_service(live_cluster: TestCluster, live_
     live_cluster.wait(lambda: shown() == b"changed", "the ConfigMap's new text in its volume")
     logs = subprocess.run(
         [tools.kubectl(), "logs", "-n", live_namespace, "deploy/web"],
-        env=live_cluster.environment(), capture_output=True, text=True, timeout=60,
+        env=live_cluster.environment(), capture_output=True, text=True, timeout=180,
     )  # fmt: skip
     assert '"GET /a.txt HTTP/1.1" 200' in logs.stdout, logs.stderr
     assert forwarded(live_cluster, live_namespace) == b"changed"
@@ -300,13 +300,44 @@ def test_a_node_that_falls_silent_loses_its_pods_to_another(live_cluster: TestCl
     node, name = first["spec"]["nodeName"], first["metadata"]["name"]
     live_cluster.kubelet.lose_node(node)
     try:
-        live_cluster.wait(lambda: running(node), "its successor on another node", 60)
+        live_cluster.wait(lambda: running(node), "its successor on another node", 180)
         # Nobody can say whether the first still runs: its object stays until its node speaks.
         assert not gone(live_cluster, name, live_namespace)
         assert live_cluster.kubelet.pids(name, live_namespace)
     finally:
         live_cluster.kubelet.restore_node(node)
-    live_cluster.wait(lambda: gone(live_cluster, name, live_namespace), "the first is gone", 60)
+    live_cluster.wait(lambda: gone(live_cluster, name, live_namespace), "the first is gone", 180)
+
+
+def test_late_news_of_a_pod_that_went_starts_nothing(live_cluster: TestCluster, live_namespace: str) -> None:
+    """Nor does news of one that comes while its node hears nothing, until it does."""
+    kubelet, body = live_cluster.kubelet, pod("late", FOREVER)
+    uid = "00000000-0000-0000-0000-000000000001"
+    body["metadata"] |= {
+        "namespace": live_namespace, "uid": uid, "deletionTimestamp": "2026-01-01T00:00:00Z",
+        "deletionGracePeriodSeconds": 20,
+    }  # fmt: skip
+    body["spec"] |= {"nodeName": live_cluster.api.list("nodes")[0]["metadata"]["name"], "restartPolicy": "Always"}
+    kubelet.on_loop(lambda: kubelet._pod_changed("MODIFIED", body))
+    live_cluster.wait(lambda: kubelet.on_loop(lambda: uid not in kubelet._workers), "the worker's end")
+    assert not (kubelet.folder / "logs" / f"{live_namespace}_late").exists(), "a container has been started"
+
+    node = body["spec"]["nodeName"]
+    kubelet.lose_node(node)
+    try:
+        # Bound as the scheduler does, which has not missed the node yet.
+        live_cluster.api.create(
+            pod("bound", FOREVER, nodeName=node, tolerations=[{"operator": "Exists"}]), live_namespace
+        )
+        live_cluster.wait(
+            lambda: kubelet.on_loop(lambda: (live_namespace, "bound") in kubelet._pods.objects), "the pod's object"
+        )
+        assert kubelet.on_loop(lambda: not any(each.name.endswith("/bound") for each in kubelet._workers.values()))
+    finally:
+        kubelet.restore_node(node)
+    live_cluster.wait(
+        lambda: state(live_cluster, "bound", live_namespace).get("ready"), "it runs once its node is back"
+    )
 
 
 def test_paths_are_rewritten_where_nothing_can_be_mounted() -> None:

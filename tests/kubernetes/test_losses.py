@@ -68,13 +68,13 @@ def stream(place: Town, act: Callable[[], object] | None = None) -> tuple[str, s
 
 def kubectl(place: Town, *arguments: str) -> None:
     done = subprocess.run(
-        [tools.kubectl(), *arguments], env=place.cluster.environment(), capture_output=True, text=True, timeout=90
+        [tools.kubectl(), *arguments], env=place.cluster.environment(), capture_output=True, text=True, timeout=180
     )
     assert done.returncode == 0, done.stderr
 
 
 def drain(place: Town, slot: str, node: str) -> None:
-    kubectl(place, "drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=60s")
+    kubectl(place, "drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=150s")
     kubectl(place, "uncordon", node)
 
 
@@ -188,4 +188,4 @@ def test_a_quota_is_an_error_that_says_so_until_there_is_room_again(place: Town,
             return False
         return True
 
-    place.cluster.wait(answered, "a slot, once the quota has room", 60)
+    place.cluster.wait(answered, "a slot, once the quota has room", 180)

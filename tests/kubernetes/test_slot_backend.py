@@ -53,7 +53,7 @@ def role() -> str:
     """What the chart lets a control plane do, without the namespace."""
     command = [tools.helm(), "template", "rel", str(CHART), "-n", "NAMESPACE", "-s", "templates/rbac.yaml"]
     command += ["--set", "slots.mode=pods", "--set", "image.repository=stoker"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, check=True).stdout
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ def test_whoever_comes_after_a_kill_makes_one_pod_for_one_need(place: Town, hear
     assert service.kill("gateway")
     calls = place.cluster.server.recorded(writes=True, user="rel-stoker")
     assert sum(each.verb == "create" and each.resource == "pods" for each in calls) <= 1, "killed before it tried again"
-    service.start(ready_within_s=60.0)
+    service.start(ready_within_s=180.0)
     reader.join(60)
     assert reader.answer is not None and reader.answer.tokens == BODY["max_tokens"], (reader.error, service.tail())
     place.cluster.wait(lambda: place.pods() == [], "no pod is left", every_s=0.05)

@@ -79,7 +79,12 @@ class Town:
 
 @contextlib.contextmanager
 def town(
-    folder: Path, pool: Mapping[str, Any] = POOL, env: Mapping[str, str] | None = None, **cluster_options: Any
+    folder: Path,
+    pool: Mapping[str, Any] = POOL,
+    env: Mapping[str, str] | None = None,
+    *,
+    warm_workers: int = 0,
+    **cluster_options: Any,
 ) -> Iterator[Town]:
     """`pool`: the spec of the one SlotPool. Ends with a look at what was denied: nothing is to be."""
     secret = folder / "agent-secret"
@@ -89,10 +94,10 @@ def town(
             cluster.apply(CHART / "files" / "crds" / name)
         command = [tools.helm(), "template", "rel", str(CHART), "-n", "default", "-s", "templates/rbac.yaml"]
         command += ["--set", "slots.mode=pods", "--set", "image.repository=stoker"]
-        cluster.apply(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout)
+        cluster.apply(subprocess.run(command, capture_output=True, text=True, timeout=180, check=True).stdout)
         kind = {"apiVersion": "stoker.dev/v1alpha1", "kind": "SlotPool"}
         cluster.api.apply({**kind, "metadata": {"name": "default"}, "spec": dict(pool)})
-        service = PodService(cluster, folder / "data", args=("--warm-workers", "0"))
+        service = PodService(cluster, folder / "data", args=("--warm-workers", str(warm_workers)))
         service.env |= {
             "STOKER_BACKEND": "kubernetes",
             "STOKER_RELEASE": "rel",
@@ -104,7 +109,7 @@ def town(
             **(env or {}),
         }
         try:
-            service.start(ready_within_s=90.0)
+            service.start(ready_within_s=180.0)
             yield Town(cluster, service)
         finally:
             service.close()

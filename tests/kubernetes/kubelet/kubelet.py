@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from tests.kubernetes.kubelet.logs import LogServer
 from tests.kubernetes.kubelet.node import LEASES, NodeSpec, lease
 from tests.kubernetes.kubelet.processes import REPOSITORY
 from tests.kubernetes.kubelet.proxy import ServiceProxy
+from tests.kubernetes.kubelet.relay import Relay
 from tests.kubernetes.kubelet.worker import PodWorker
 
 Object = dict[str, Any]
@@ -63,6 +64,8 @@ class Kubelet:
         self.image_environments: dict[str, dict[str, str]] = {}
         # Agents are forks of a process that has imported them already; False where their start is to be timed.
         self.forks = True
+        # Ports through which pods that come are reached by a relay, so that their node can be cut off (`lose_node`).
+        self.relayed_ports: Sequence[int] = ()
         # Told of each pod that ends, while what it left in its volumes is still there; on the kubelet's thread.
         self.on_end: Callable[[PodWorker], None] = lambda worker: None
         self._pulled: set[tuple[str, str]] = set()
@@ -152,9 +155,7 @@ class Kubelet:
     async def _beat(self, name: str) -> None:
         while name in self._specs:
             await asyncio.sleep(self.lease_interval_s)
-            if not self._lost[name].is_set():
-                await self._lost[name].wait()
-                await self._returned(name)
+            await self._lost[name].wait()
             with suppress(ApiError, aiohttp.ClientError, OSError):
                 await self._renew(name)
                 node = self._nodes.objects.get(("", name))
@@ -190,6 +191,10 @@ class Kubelet:
                 )
             else:
                 worker.update(now)
+        for pod in list(self._pods.objects.values()):
+            # Bound to it while it heard nothing.
+            if pod["spec"].get("nodeName") == name and pod["metadata"]["uid"] not in self._workers:
+                self._pod_changed("ADDED", pod)
 
     # What it hears.
 
@@ -198,7 +203,7 @@ class Kubelet:
         worker = self._workers.get(uid)
         if worker is None:
             done = (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
-            if kind == "DELETED" or node not in self._specs:
+            if kind == "DELETED" or node not in self._specs or not self._lost[node].is_set():
                 return
             if done and "deletionTimestamp" not in pod["metadata"]:
                 return
@@ -263,6 +268,11 @@ class Kubelet:
 
     async def address_of(self, pod: Object) -> str:
         return self._pod_ips.setdefault(pod["metadata"]["uid"], self._addresses.pod())
+
+    async def relay_to(self, address: str) -> Relay | None:
+        if not self.relayed_ports:
+            return None
+        return await Relay.open(self._addresses.pod(), address, self.relayed_ports)
 
     def host_ip(self, node: str) -> str:
         return self._node_ips[node]
@@ -375,10 +385,12 @@ class Kubelet:
         self.on_loop(shut_down)
 
     def lose_node(self, node: str, kill: bool = False) -> None:
-        """The node falls silent; with `kill` everything on it dies, too."""
+        """The node falls silent, and so do those of its pods that are reached by relays; with `kill` everything on it
+        dies, too."""
 
         def lose() -> None:
             self._lost[node].clear()
+            self._on_relays(node, Relay.cut)
             if kill:
                 self._off.add(node)
                 for each in [each for each in self._workers.values() if each.node == node]:
@@ -387,10 +399,17 @@ class Kubelet:
 
         self.on_loop(lose)
 
+    def _on_relays(self, node: str, act: Callable[[Relay], None]) -> None:
+        for each in self._workers.values():
+            if each.node == node and each.relay is not None:
+                act(each.relay)
+
     def restore_node(self, node: str) -> None:
         def restore() -> None:
             self._off.discard(node)
             self._lost[node].set()
+            self._on_relays(node, Relay.mend)
+            self.background(self._returned(node))
 
         self.on_loop(restore)
 

@@ -34,12 +34,13 @@ class Launching:
         self._folder = folder
         self._volumes = volumes
 
-    async def launch(self, pod: Object, container: Object, restart: int, address: str) -> Running:
+    async def launch(self, pod: Object, container: Object, restart: int, address: str, shown: str) -> Running:
+        """`shown`: the address by which others know it."""
         await self._pull(pod, container)
         refusal = self._kubelet.create_fault(pod)
         if refusal is not None:
             raise StartError(refusal)
-        env = await self._environment(pod, container, address)
+        env = await self._environment(pod, container, shown)
         command = [*(container.get("command") or self._kubelet.entrypoint(container)), *(container.get("args") or [])]
         command = self._kubelet.resolved([expanded(each, env) for each in command])
         command = [_own(each, address) for each in command]

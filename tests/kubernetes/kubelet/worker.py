@@ -26,6 +26,7 @@ from tests.kubernetes.kubelet.environment import ConfigError
 from tests.kubernetes.kubelet.launching import Launching, PullError
 from tests.kubernetes.kubelet.probes import Prober
 from tests.kubernetes.kubelet.processes import Running, StartError
+from tests.kubernetes.kubelet.relay import Relay
 from tests.kubernetes.kubelet.status import ContainerState, conditions_of, phase_of
 from tests.kubernetes.kubelet.volumes import MountError, Volumes
 
@@ -64,6 +65,7 @@ class PodWorker:
         self._launching = Launching(kubelet, self.folder, self.volumes)
         self.running: dict[str, Running] = {}
         self.address = ""
+        self.relay: Relay | None = None
         self._started_at = ""
         self._written: Object = {}
         self._reason: tuple[str, str] | None = None
@@ -111,7 +113,8 @@ class PodWorker:
 
     async def run(self) -> None:
         teller = asyncio.create_task(self._tell())
-        life = asyncio.create_task(self._live())
+        # News of a pod that goes already, late or told anew: it is only ended (SyncTerminatingPod).
+        life = asyncio.create_task(asyncio.sleep(0) if self._stopping.is_set() else self._live())
         stop = asyncio.create_task(self._stopping.wait())
         try:
             await asyncio.wait({life, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -128,6 +131,8 @@ class PodWorker:
                 task.cancel()
             for process in self.running.values():
                 process.signal(signal.SIGKILL)
+            if self.relay is not None:
+                self.relay.close()
             self.kubelet.tell_end(self)
             self.volumes.remove()
             self.done.set()
@@ -135,6 +140,7 @@ class PodWorker:
     async def _live(self) -> None:
         self._started_at = stamp()
         self.address = await self.kubelet.address_of(self.pod)
+        self.relay = await self.kubelet.relay_to(self.address)
         for state in self.states:
             state.wait(
                 "PodInitializing" if any(each.init for each in self.states) and not state.init else "ContainerCreating"
@@ -200,6 +206,8 @@ class PodWorker:
         delay_s = self.kubelet.first_backoff_s
         while True:
             await self.kubelet.runs(self.node)
+            if self._stopping.is_set():
+                return
             began = time.monotonic()
             code = await self._once(container, state)
             again = policy == "Always" or (policy == "OnFailure" and code != 0)
@@ -231,6 +239,10 @@ class PodWorker:
         try:
             await self._post_start(container)
             code = await process.wait()
+        except asyncio.CancelledError:
+            # Nobody else would end it.
+            process.signal(signal.SIGKILL)
+            raise
         finally:
             probes.cancel()
             self.running.pop(state.name, None)
@@ -244,7 +256,7 @@ class PodWorker:
         delay_s = self.kubelet.first_backoff_s
         while True:
             try:
-                return await self._launching.launch(self.pod, container, state.restarts, self.address)
+                return await self._launching.launch(self.pod, container, state.restarts, self.address, self._shown)
             except PullError as error:
                 state.wait("ErrImagePull", str(error))
                 words = f'Back-off pulling image "{container["image"]}"'
@@ -425,6 +437,11 @@ class PodWorker:
 
     # Its status.
 
+    @property
+    def _shown(self) -> str:
+        """The address that others know it by."""
+        return self.relay.outside if self.relay is not None else self.address
+
     def _state(self, name: str) -> ContainerState:
         return next(each for each in self.states if each.name == name)
 
@@ -444,7 +461,7 @@ class PodWorker:
             "qosClass": old.get("qosClass", "BestEffort"),
         }
         if self.address:
-            made |= {"podIP": self.address, "podIPs": [{"ip": self.address}]}
+            made |= {"podIP": self._shown, "podIPs": [{"ip": self._shown}]}
         init = [each.written() for each in self.states if each.init]
         if init:
             made["initContainerStatuses"] = init
