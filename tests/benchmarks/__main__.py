@@ -12,7 +12,7 @@ NAMES = (
     "output", "cold", "throughput", "control", "journal_load", "kills", "store_reads", "faults", "resume", "kv_trace",
     "kv_replay", "kv_cost", "kv_forms", "fuzz_headers", "load_checkpoint",
     "cold_path", "load_faults", "autoscaler",
-    "live_prewarm", "live_replay", "pod_cycles", "control_loop",
+    "live_prewarm", "live_replay", "pod_cycles", "pods_first_token", "control_loop",
 )  # fmt: skip
 
 
