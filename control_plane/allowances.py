@@ -61,6 +61,8 @@ class Allowances:
         """Has a replica make room: parks what it runs, and ends it."""
         self.may_grow: Callable[[FunctionKey], bool] = lambda key: False
         """Whether slots may still come for a function: then it waits for one, and nobody's devices are short."""
+        self.has_slots: Callable[[FunctionKey], bool] = lambda key: True
+        """Whether there are slots such as a function needs: of those that nobody has nobody has too many."""
 
     # --- before a decision ---
 
@@ -122,8 +124,9 @@ class Allowances:
         self._clearing.pop(key, None)
 
     def no_room(self, key: FunctionKey, count: int, waiting: int) -> None:
-        """A start found no place: from now on devices are short, unless more of them can be had."""
-        if not self.may_grow(key):
+        """A start found no place: from now on devices are short, unless more of them can be had, or there are none such
+        as it needs. What one function cannot have of its own class is no reason to bound and to end those of others."""
+        if not self.may_grow(key) and self.has_slots(key):
             self._standings.lacking()
         self._lacks(key, self._devices(key), count, waiting)
 

@@ -189,6 +189,7 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
     fleet.is_outranked, fleet.may_clear = allowances.outranked, allowances.clears
     fleet.on_no_room = allowances.no_room
     allowances.may_grow = lambda key: slot_scaling.may_grow(fleet.placing.kind_of(key))
+    allowances.has_slots = lambda key: slot_scaling.has_slots(fleet.placing.kind_of(key))
     fleet.placing.may_end, fleet.placing.priority = allowances.may_end, allowances.priority
     loop.observation.may_have, loop.observation.device_price = allowances.may_have, standings.device_price
     loop.on_decided = allowances.decided

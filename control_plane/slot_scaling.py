@@ -119,6 +119,10 @@ class SlotScaling:
         there = sum(backend.class_of(each) == class_name for each in {*fleet.slots, *backend.coming})
         return there < known.most and not self.is_stuck(class_name)
 
+    def has_slots(self, class_name: str) -> bool:
+        """Whether any slot of a class is in sight."""
+        return any(self._backend.class_of(slot_id) == class_name for slot_id in self._fleet.slots)
+
     async def look(self) -> None:
         """One at a time: what one has asked for has to be seen by the next."""
         async with self._one_at_a_time:

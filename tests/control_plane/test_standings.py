@@ -90,6 +90,24 @@ def test_nobody_s_devices_are_short_while_more_can_be_had(place: Place) -> None:
     assert place.standings.short
 
 
+def test_a_function_whose_slots_cannot_be_had_bounds_nobody_elses(place: Place) -> None:
+    """A device that no node has, say: it is asked for once a second for as long as somebody waits."""
+    functions = SimpleNamespace(find=lambda name, tenant: None)
+    rest = cast(Any, SimpleNamespace())
+    allowances = Allowances(place.standings, cast(Any, functions), rest, rest, rest, rest, lambda: place.now_s)
+    allowances.may_grow = lambda key: False
+    allowances.has_slots = lambda key: key[0] != "b"
+    for number in range(3):
+        place.tell(f"r{number}", "a", ReplicaState.READY)
+    place.standings.wants(("a", "fn"), 3)
+    place.standings.wants(("b", "stuck"), 1)
+    for _ in range(30):
+        place.now_s += 1.0
+        allowances.no_room(("b", "stuck"), 1, 1)
+        assert not place.standings.short and place.standings.may_have("a") is None
+        assert place.standings.device_price("a") == 1.0 and place.standings.strict() == {}
+
+
 def test_a_quota_bounds_though_nothing_is_short(place: Place) -> None:
     place.quotas["a"] = Quota(devices=2)
     place.tell("r1", "a", ReplicaState.READY)
