@@ -342,7 +342,8 @@ async def changes(place: Place, tries: int, sleeping: int, functions: int) -> di
         await asyncio.sleep(0.2)
     await settled(place)
     for number in range(max(tries // 4, 2)):
-        name = sorted(plane.context.fleet.slots)[number]
+        fleet = plane.context.fleet
+        name = sorted(name for name in fleet.slots if fleet.count_on(name))[number]
         there = sum(each.state == "ready" for each in plane.context.fleet.on(name))
         since, begin_s = len(street.told), time.monotonic()
         place.api.remove(PODS, name)
