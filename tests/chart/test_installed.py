@@ -75,7 +75,7 @@ def _state(cluster: TestCluster, namespace: str) -> str:
         name = pod["metadata"]["name"]
         told.append(f"--- {name}: {json.dumps(pod['status'])[:1500]}")
         command = [tools.kubectl(), "--namespace", namespace, "logs", name, "--tail", "25"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, env=cluster.environment())
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=cluster.environment())
         told.append(done.stdout + done.stderr)
     return "\n".join(told)
 

@@ -307,7 +307,7 @@ class Api:
         self._kinds = {(each.group_version, each.kind): (each.plural, each.namespaced) for each in builtin_types()}
 
     def call(
-        self, method: str, path: str, body: Any = None, kind: str = "application/json", timeout_s: float = 30
+        self, method: str, path: str, body: Any = None, kind: str = "application/json", timeout_s: float = 120.0
     ) -> Any:
         data = None if body is None else json.dumps(body).encode()
         headers = {

@@ -177,7 +177,7 @@ class TestCluster:
         found = self.wait(lambda: self.kubelet.service_address(name, namespace), f"an address of {name}")
         return f"{scheme}://{found}:{number}"
 
-    def drain(self, node: str, timeout_s: float = 30.0) -> None:
+    def drain(self, node: str, timeout_s: float = 120.0) -> None:
         """Cordons a node and evicts its pods, as `kubectl drain` does: again and again while a budget forbids."""
         self.api.patch("nodes", node, {"spec": {"unschedulable": True}})
 

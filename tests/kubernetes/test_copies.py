@@ -114,7 +114,7 @@ def test_a_leader_that_was_stopped_creates_and_deletes_nothing_when_it_goes_on(p
 
 
 def metric(place: Copies, pod: str, name: str) -> float:
-    with urllib.request.urlopen(f"{place.url(pod)}/metrics", timeout=10) as found:
+    with urllib.request.urlopen(f"{place.url(pod)}/metrics", timeout=60) as found:
         lines = found.read().decode().splitlines()
     return next(float(line.split()[-1]) for line in lines if line.startswith(f"{name} "))
 

@@ -115,7 +115,7 @@ def forwarded(cluster: TestCluster, namespace: str) -> bytes:
             assert found is not None, line
             answers = []
             for _ in range(2):
-                with urllib.request.urlopen(f"http://127.0.0.1:{found[1]}/a.txt", timeout=20) as answer:
+                with urllib.request.urlopen(f"http://127.0.0.1:{found[1]}/a.txt", timeout=60) as answer:
                     answers.append(bytes(answer.read()))
         finally:
             forward.terminate()
@@ -152,7 +152,7 @@ def test_a_deployment_serves_behind_its_service(live_cluster: TestCluster, live_
     live_cluster.wait(available, "a replica that is ready", 180)
     url = live_cluster.service_url("web", "http", live_namespace)
     live_cluster.wait(lambda: live_cluster.api.list("endpointslices", live_namespace)[0]["endpoints"], "an endpoint")
-    with urllib.request.urlopen(f"{url}/a.txt", timeout=20) as answer:
+    with urllib.request.urlopen(f"{url}/a.txt", timeout=60) as answer:
         assert answer.read() == b"hello"
     found = live_cluster.api.list("pods", live_namespace)[0]
     name, address = found["metadata"]["name"], found["status"]["podIP"]
@@ -166,7 +166,7 @@ def test_a_deployment_serves_behind_its_service(live_cluster: TestCluster, live_
     live_cluster.api.patch("configmaps", "files", {"data": {"a.txt": "changed"}}, live_namespace)
 
     def shown() -> bytes:
-        with urllib.request.urlopen(f"{url}/a.txt", timeout=20) as answer:
+        with urllib.request.urlopen(f"{url}/a.txt", timeout=60) as answer:
             return bytes(answer.read())
 
     live_cluster.wait(lambda: shown() == b"changed", "the ConfigMap's new text in its volume")

@@ -56,7 +56,7 @@ def _version(name: str, path: str) -> tuple[int, int]:
         ["version", "--client", "-o", "json"] if name == "kubectl" else ["version", "--template", "{{.Version}}"]
     )
     try:
-        done = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=30, check=True)
+        done = subprocess.run([path, *arguments], capture_output=True, text=True, timeout=120, check=True)
         text = json.loads(done.stdout)["clientVersion"]["gitVersion"] if name == "kubectl" else done.stdout
     except (subprocess.SubprocessError, OSError, ValueError, KeyError):
         return (0, 0)

@@ -83,14 +83,14 @@ class ApiServer:
         ready = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(ready,), name="apiserver", daemon=True)
         self._thread.start()
-        if not ready.wait(20) or not self.port:
+        if not ready.wait(120) or not self.port:
             raise RuntimeError("the tests' API server did not start")
 
     def stop(self) -> None:
         if self._loop is None or self._thread is None:
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(20)
+        self._thread.join(60)
         self._thread = None
 
     def _run(self, ready: threading.Event) -> None:
@@ -150,7 +150,7 @@ class ApiServer:
             return call()
 
         coroutine: Coroutine[Any, Any, T] = wrapped()
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(20)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(120)
 
     def token_of(self, namespace: str, account: str) -> str:
         """A token of a service account, which need not be there yet."""

@@ -84,13 +84,13 @@ class Controllers:
         ready = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(ready,), name="controllers", daemon=True)
         self._thread.start()
-        if not ready.wait(30):
+        if not ready.wait(120):
             raise RuntimeError("the controllers did not start")
 
     def stop(self) -> None:
         if self._loop is not None and self._thread is not None and self._stopping is not None:
             self._loop.call_soon_threadsafe(self._stopping.set)
-            self._thread.join(20)
+            self._thread.join(60)
             self._thread = None
 
     def _run(self, ready: threading.Event) -> None:

@@ -89,14 +89,14 @@ class Kubelet:
         ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._work(ready)), name="kubelet", daemon=True)
         self._thread.start()
-        if not ready.wait(30):
+        if not ready.wait(120):
             raise RuntimeError("the kubelet did not start")
 
     def stop(self) -> None:
         """Ends every container at once."""
         if self._loop is not None and self._thread is not None and self._stopping is not None:
             self._loop.call_soon_threadsafe(self._stopping.set)
-            self._thread.join(30)
+            self._thread.join(60)
             self._thread = None
         shutil.rmtree(self.memory_folder, ignore_errors=True)
 
@@ -352,12 +352,12 @@ class Kubelet:
             return call()
 
         coroutine: Coroutine[Any, Any, T] = wrapped()
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(120)
 
     def add_node(self, spec: NodeSpec) -> None:
         assert self._loop is not None
         self._specs[spec.name] = spec
-        asyncio.run_coroutine_threadsafe(self._register(spec), self._loop).result(30)
+        asyncio.run_coroutine_threadsafe(self._register(spec), self._loop).result(120)
 
     def kill(
         self, pod: str, namespace: str = "default", container: str | None = None, number: int | None = None
@@ -419,7 +419,7 @@ class Kubelet:
         command: list[str],
         namespace: str = "default",
         container: str | None = None,
-        timeout_s: float = 30,
+        timeout_s: float = 120.0,
     ) -> tuple[int, str]:
         """Runs a command in a container, as `kubectl exec` would."""
         assert self._loop is not None
@@ -448,7 +448,7 @@ class Kubelet:
     def running_pods(self) -> list[str]:
         return self.on_loop(lambda: sorted(each.name for each in self._workers.values() if each.running))
 
-    def wait_idle(self, timeout_s: float = 30.0) -> None:
+    def wait_idle(self, timeout_s: float = 120.0) -> None:
         """Waits until no pod has a worker any more."""
         ends_at = time.monotonic() + timeout_s
         while self.on_loop(lambda: len(self._workers)):

@@ -54,7 +54,7 @@ def _tried(folder: Path) -> bool:
     spec = _described(["true"], {"PATH": "/usr/bin:/bin"}, "/", [], folder) | {"report": writes, "isolated": True}
     try:
         done = subprocess.run(
-            _PYTHON, input=json.dumps(spec).encode(), pass_fds=[writes], capture_output=True, timeout=20, check=False
+            _PYTHON, input=json.dumps(spec).encode(), pass_fds=[writes], capture_output=True, timeout=120, check=False
         )
         return done.returncode == 0
     except (OSError, subprocess.SubprocessError):
@@ -165,7 +165,7 @@ async def _forked(spec: Object, log: IO[bytes]) -> Running:
         # Whose it is is known only when it is there; nobody else would end it.
         launcher.close()
         with suppress(StartError, ProcessLookupError, TimeoutError):
-            os.kill(_pid_of(said.result(10)), signal.SIGKILL)
+            os.kill(_pid_of(said.result(60)), signal.SIGKILL)
         raise
     except StartError:
         launcher.close()
