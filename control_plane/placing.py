@@ -1,9 +1,8 @@
 """The fleet as placement sees it: every slot with its device, what lies in its pool, what starts and runs there.
 
 `place` asks `autoscaler.placement` and remembers what found no room (`unplaced`), which is what new slots are for.
-Limits: what lies on a slot's disk is not told, so that a form there is reckoned as made anew; a slot whose agent does
-not tell of devices counts as one, as large as the memory that is free there; loads of other control planes' starts are
-seen when the slot tells of them.
+Limits: a slot whose agent does not tell of devices counts as one, as large as the memory that is free there; loads of
+other control planes' starts are seen when the slot tells of them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from autoscaler.homes import ASSUMED_LOAD, MAKE, PEER, Device, Homes, Resident, SlotHome
+from autoscaler.homes import ASSUMED_LOAD, DISK, MAKE, PEER, Device, Homes, Resident, SlotHome
 from autoscaler.placement import MayEnd, Placement, place
 from autoscaler.room import loss_s
 from autoscaler.work import Work
@@ -232,10 +231,13 @@ class Placing:
         return {peer.slot_id for identity in before ^ now for peer in self._homes[CPU].peers(identity)} - {slot_id}
 
     def _loads(self, slot_id: str) -> dict[str, int]:
-        """Loads under way there by the link they share: from another slot's pool where one has it, else made anew."""
-        found: dict[str, int] = {}
+        """Loads under way there by the link they share: from its own disk, from another slot's pool where one has it,
+        else made anew."""
+        state = self._fleet.slots.get(slot_id)
+        on_disk, found = frozenset(state.disk if state is not None else ()), dict[str, int]()
         for identity in self._loading.get(slot_id, ()):
             tier = PEER if any(peer.slot_id != slot_id for peer in self._homes[CPU].peers(identity)) else MAKE
+            tier = DISK if identity in on_disk else tier
             found[tier] = found.get(tier, 0) + 1
         return found
 
@@ -253,6 +255,7 @@ class Placing:
             replicas=len(living),
             most_replicas=most_replicas,
             pool=pool,
+            disk=frozenset(state.disk),
             loading={entry.identity: entry.reload_s for entry in state.pool if entry.state == "loading"},
             bytes_per_s=self.measured.bytes_per_s,
             loads=self._loads(slot_id),

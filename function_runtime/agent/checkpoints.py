@@ -32,6 +32,11 @@ class Checkpoints(Protocol):
     @property
     def loads(self) -> LoadTotals: ...
     @property
+    def on_disk(self) -> tuple[str, ...]:
+        """Checkpoints of which a form lies in the disk tier."""
+        ...
+
+    @property
     def loader_pid(self) -> int:
         """Of the process that waits for the next load; 0: none does."""
         ...

@@ -24,7 +24,7 @@ from function_runtime.errors import LoadError, PoolEntryInUse, PoolEntryUnknown
 from function_runtime.protocol import LoadTotals, Peer, PoolEntry, ReplicaSpec
 from model_loader.disk_tier import DiskTier
 from model_loader.errors import LoaderError
-from model_loader.forms.kept import forget_forms
+from model_loader.forms.kept import checkpoints_on, forget_forms
 from model_loader.forms.order import FormOrder
 from model_loader.forms.sweeping import form_names
 from model_loader.load_order import LoadOrder, LoadOutcome
@@ -76,6 +76,10 @@ class Pool:
         self._store_tokens: dict[str, str] = {}
         """By manifest: each opens what is of its checkpoint."""
         self.loads = LoadTotals()
+        self.on_disk: tuple[str, ...] = ()
+        """Checkpoints of which a form lies in the disk tier."""
+        self._disk_changed = False
+        self._looking: asyncio.Task[None] | None = None
         self._on_change = on_change
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.budget_bytes = budget_bytes or default_budget(directory)
@@ -95,6 +99,7 @@ class Pool:
     async def open(self) -> None:
         self._scan = asyncio.create_task(self._pool.scan())
         self._scan.add_done_callback(lambda _: self._on_change())
+        self._look_at_disk()
         self._loaders.wait_soon(FIRST_WAITS_AFTER_S)
 
     async def acquire(self, spec: ReplicaSpec) -> Checkpoint:
@@ -186,6 +191,7 @@ class Pool:
         if self._tiers.disk is not None and self._tiers.disk.is_dir():
             tier = DiskTier(self._tiers.disk, self._tiers.disk_bytes)
             await asyncio.to_thread(forget_forms, tier, form_names(identity))
+            self._look_at_disk()
         self._on_change()
         return freed
 
@@ -201,7 +207,7 @@ class Pool:
         if self._scan is not None:
             self._scan.cancel()
             await asyncio.gather(self._scan, return_exceptions=True)
-        keeping = tuple(self._keeping.values())
+        keeping = (*self._keeping.values(), *([self._looking] if self._looking is not None else []))
         for task in keeping:
             task.cancel()
         await asyncio.gather(*keeping, return_exceptions=True)
@@ -227,6 +233,7 @@ class Pool:
         )
         log(f"form={order.out.stem} {outcome.describe()}")
         self.loads = _added(self.loads, outcome)
+        self._look_at_disk()  # what a load puts there may cost others their place
         if outcome.origin == "make" and (form.disk or form.store):
             self._begin_keeping(form, outcome.seconds)
         return outcome
@@ -251,10 +258,29 @@ class Pool:
             await self._pool.acquire(Path(form.manifest_path), form.dtype, holder)
             told = await self._loaders.run_beside(["--keep", str(make_s)], form.to_bytes())
             log(f"form={form.pool_key} kept={told['kept']}")
+            self._look_at_disk()
         except (LoaderError, LoadError, OSError) as error:
             log(f"form={form.pool_key} not kept: {error}")
         finally:
             self.release(holder)
+
+    def _look_at_disk(self) -> None:
+        """What lies in the disk tier, by a thread of its own and once for however many asked: told when it changed."""
+        self._disk_changed = True
+        if self._tiers.disk is not None and (self._looking is None or self._looking.done()):
+            self._looking = asyncio.create_task(self._look(self._tiers.disk), name="look at the disk tier")
+
+    async def _look(self, directory: Path) -> None:
+        while self._disk_changed:
+            self._disk_changed = False
+            try:
+                found = await asyncio.to_thread(checkpoints_on, directory)
+            except (LoaderError, OSError) as error:
+                log(f"cannot look at the disk tier: {error}")
+                continue
+            if found != self.on_disk:
+                self.on_disk = found
+                self._on_change()
 
     def _form_order(self, order: LoadOrder) -> FormOrder:
         return FormOrder(

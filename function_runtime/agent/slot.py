@@ -379,6 +379,7 @@ class Slot:
             devices=self._device_states,
             terminating=self.closing,
             protocol=PROTOCOL_VERSION,
+            disk=self.pool.on_disk,
         )
 
     def _replica_changed(self, replica: Replica) -> None:

@@ -237,6 +237,8 @@ class SlotState(Value, frozen=True):
     """The slot is going away: it takes nothing new, what runs finishes or is parked within its grace, then it ends."""
     protocol: int = 1
     """Version of these structures and of the frames that its agent speaks; 1 where it does not say."""
+    disk: tuple[str, ...] = ()
+    """Checkpoints of which a prepared form lies in its disk tier; what is read is checked then, and not now."""
 
 
 class SlotEvent(Value, frozen=True):

@@ -23,11 +23,14 @@ from model_loader.forms.head import FormHead, form_name
 from model_loader.manifest import write_atomically
 from model_loader.objects.protocol import ObjectStore
 from model_loader.prepared import PreparedFile
+from model_loader.prepared_layout import read_table
 from model_loader.ranges.source import RangeSource, Tier
 from model_loader.ranges.stored import StoredSource
 
 STORE_WITHIN_S: Final = 60.0
 _PART_BYTES: Final = 16 * CHUNK_BYTES
+NEARLY_WHOLE: Final = 0.9
+"""Share of its chunks from which on a form counts as being on the disk: the rest is fetched."""
 
 
 class DiskForms:
@@ -133,6 +136,19 @@ def forget_forms(tier: DiskTier, names: Iterable[str]) -> None:
         with suppress(OSError):
             os.unlink(tier.directory / f"{name}.head")
         tier.forget(name)
+
+
+def checkpoints_on(directory: Path) -> tuple[str, ...]:
+    """Identities of the checkpoints of which (nearly) a whole form lies in the disk tier there. Makes nothing."""
+    if not directory.is_dir():
+        return ()
+    disk, found = DiskForms(DiskTier(directory, 0)), set[str]()
+    for path in directory.glob("*.head"):
+        head = disk.head(path.stem)
+        with suppress(LoaderError):
+            if head is not None and disk.share(path.stem, head) >= NEARLY_WHOLE:
+                found.add(str(read_table(path, head.preamble, head.table)["identity"]))
+    return tuple(sorted(found))
 
 
 def sweep_heads(tier: DiskTier) -> int:

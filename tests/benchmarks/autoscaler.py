@@ -31,7 +31,7 @@ from autoscaler.simulator.policy import Fixed, Policy
 from autoscaler.simulator.result import Prices, Result
 from autoscaler.simulator.stoker import Stoker
 from autoscaler.simulator.workload import Workload
-from tests.benchmarks import report
+from tests.benchmarks import autoscaler_runs, report
 from tests.benchmarks.autoscaler_load import (
     CLUSTER,
     DAY_S,
@@ -115,7 +115,15 @@ def run(job: Job) -> dict[str, Any]:
         )
     cpu_s = time.process_time() - begin_s
     print(f"{job.load} {job.policy} at {job.weight:g}: {cpu_s:.1f} s of CPU", file=sys.stderr, flush=True)
-    return {"job": job, "cpu_s": cpu_s, **summary(result)}
+    found = {"cpu_s": cpu_s, **summary(result)}
+    autoscaler_runs.keep(_kept_as(job), found)
+    return {"job": job, **found}
+
+
+def _kept_as(job: Job) -> tuple[Any, ...]:
+    """A load of fewer functions or days has the same name and is another."""
+    load = _LOADS[job.load]
+    return (*job.key, job.begin_s, job.since_s, job.until_s, len(load.workload), load.length_s)
 
 
 def summary(result: Result) -> dict[str, Any]:
@@ -142,8 +150,11 @@ def run_all(jobs: Iterable[Job]) -> dict[tuple[str, str, float], dict[str, Any]]
         dict.fromkeys(jobs),
         key=lambda job: ("oracle", "stoker").index(job.policy) if job.policy in ("oracle", "stoker") else 2,
     )
+    known = autoscaler_runs.kept()
+    there = {job.key: {"job": job, **known[_kept_as(job)]} for job in jobs if _kept_as(job) in known}
     with ProcessPoolExecutor(PROCESSES, mp_context=multiprocessing.get_context("fork")) as pool:
-        return {found["job"].key: found for found in pool.map(run, jobs)}
+        missing = [job for job in jobs if job.key not in there]
+        return {**there, **{found["job"].key: found for found in pool.map(run, missing)}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,6 +417,7 @@ def loads(quick: bool) -> Sequence[Load]:
 
 def main(quick: bool) -> bool:
     begin_s, holds, results = time.perf_counter(), True, {}
+    autoscaler_runs.begin()
     for load in loads(quick):
         _LOADS[load.name] = load
         report.console.print(f"{load.name}: {len(load.workload):,} requests; {'; '.join(load.notes)}")

@@ -6,7 +6,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from autoscaler.homes import MAKE, PEER
+from autoscaler.homes import DISK, MAKE, PEER
 from autoscaler.placement import weights_from
 from autoscaler.work import Work
 from control_plane.backends.base import SlotClass
@@ -31,10 +31,10 @@ class Town:
     def is_closed(self, slot_id: str) -> bool:
         return False
 
-    def tell(self, slot_id: str, **pool: str) -> None:
-        """What lies in its pool, by checkpoint: `ready` or `loading`."""
+    def tell(self, slot_id: str, *, disk: tuple[str, ...] = (), **pool: str) -> None:
+        """What lies in its pool, by checkpoint: `ready` or `loading`; and on its disk."""
         entries = tuple(PoolEntry(name, name, state, GB, reload_s=8.0) for name, state in pool.items())
-        self.slots[slot_id] = SlotState(slot_id, 1, "i", True, 1, 1, 0, 0, pool=entries)
+        self.slots[slot_id] = SlotState(slot_id, 1, "i", True, 1, 1, 0, 0, pool=entries, disk=disk)
         self.placing.changed(slot_id)
 
     def home(self, slot_id: str) -> Any:
@@ -75,3 +75,21 @@ def test_a_pool_that_others_read_is_expected_to_take_longer() -> None:
     alone_s = expected_s()
     town.tell("third", model="loading")
     assert expected_s() == 2 * alone_s
+
+
+def test_a_start_goes_where_the_form_lies_on_the_disk_until_it_is_gone_from_there() -> None:
+    town = Town()
+    town.tell("a")
+    town.tell("b", disk=("model",))
+    work = Work(identity="model", weights_bytes=8 * GB, make_s=100.0)
+
+    def placed() -> tuple[str, str]:
+        found = town.placing.place(work)
+        assert found is not None
+        return found.choice, found.tier
+
+    assert placed() == ("b", DISK)
+    town.tell("b", disk=("model",), model="loading", other="loading")
+    assert town.home("b").loads == {DISK: 1, MAKE: 1}
+    town.tell("b")
+    assert placed() == ("a", MAKE), "both would make it anew"

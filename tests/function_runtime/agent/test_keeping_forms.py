@@ -13,10 +13,13 @@ import pytest
 from function_runtime.agent.children import Children
 from function_runtime.agent.loaders import Loaders
 from function_runtime.agent.pool import Pool, Tiers
+from model_loader.disk_tier import DiskTier
+from model_loader.forms.kept import DiskForms
 from model_loader.forms.order import FormOrder
 from model_loader.importer import import_model
 from model_loader.load_order import ProgressCallback
 from model_loader.manifest import Manifest
+from model_loader.prepared import PreparedFile
 from model_loader.recipe import prepare
 from tests.support.checkpoints import make_tiny_llama
 
@@ -85,3 +88,43 @@ async def test_what_is_only_being_kept_is_evicted(tmp_path: Path, monkeypatch: p
     assert await pool.evict(entry.key) == entry.nbytes
     assert ended.is_set() and not [entry for entry in pool.entries() if entry.state != "absent"]
     await pool.close()
+
+
+async def test_what_lies_in_the_disk_tier_is_told_and_what_is_forgotten_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = import_model(f"file://{make_tiny_llama(tmp_path / 'tiny')}", tmp_path / "models")
+    told = asyncio.Event()
+    pool = Pool(tmp_path / "pool", 1 << 30, Children(), told.set, Tiers(tmp_path / "chunks", 1 << 30))
+
+    async def run_beside(_: Loaders, arguments: Sequence[str], order: bytes) -> dict[str, Any]:
+        form = PreparedFile.open(Path(FormOrder.parse(order).out), verify=False)
+        monkeypatch.setattr("model_loader.disk_tier.FREE_BYTES", 0)
+        assert await asyncio.to_thread(DiskForms(DiskTier(tmp_path / "chunks", 1 << 30)).keep, form)
+        return {"kept": {"disk": form.nbytes, "store": 0}}
+
+    async def run(_: Loaders, said: bytes, progress: ProgressCallback) -> dict[str, Any]:
+        order = FormOrder.parse(said)
+        await asyncio.to_thread(prepare, Manifest.load(Path(order.manifest_path)), order.dtype, Path(order.out))
+        return MADE
+
+    monkeypatch.setattr(Loaders, "run", run)
+    monkeypatch.setattr(Loaders, "run_beside", run_beside)
+
+    async def until(on_disk: tuple[str, ...]) -> None:
+        while pool.on_disk != on_disk:
+            told.clear()
+            await asyncio.wait_for(told.wait(), 30)
+
+    await pool.open()
+    assert pool.on_disk == ()
+    await pool.warm(str(manifest.path), "float32")
+    await until((manifest.identity,))
+    await pool.close()
+
+    again = pool = Pool(tmp_path / "pool", 1 << 30, Children(), told.set, Tiers(tmp_path / "chunks", 1 << 30))
+    await again.open()
+    await until((manifest.identity,))
+    await again.forget(manifest.identity)
+    await until(())
+    await again.close()
