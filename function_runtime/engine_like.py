@@ -208,7 +208,8 @@ class EngineLike(Protocol):
         ...
 
     def while_waiting(self, call: Callable[[], None]) -> None:
-        """From now on a step that waits for weights still on their way calls this several times a second."""
+        """From now on a step calls this now and then: between layers, and while it waits for weights or stored KV that
+        are still on their way."""
         ...
 
     def kv_tail(self, request_id: str) -> Sequence[SealedRangeLike]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
@@ -47,7 +48,24 @@ MIN_FREE_BYTES: Final = 128 * 1024 * 1024
 """Below this an engine is not even begun: its first step would bring the machine down."""
 POPULATE_BYTES: Final = 4 * 1024 * 1024
 """Per call, because the kernel holds up every new mapping of the process meanwhile (half a millisecond)."""
+PULSE_NS: Final = 250_000_000
 _TORCH_TYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class _Pulse:
+    """Calls at most several times a second, however often it is called: layers of a small step are many."""
+
+    __slots__ = ("_call", "_next_ns")
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._next_ns = 0
+
+    def __call__(self) -> None:
+        now_ns = time.monotonic_ns()
+        if now_ns >= self._next_ns:
+            self._next_ns = now_ns + PULSE_NS
+            self._call()
 
 
 class NativeEngine:
@@ -55,6 +73,7 @@ class NativeEngine:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._pulse: _Pulse | None = None
         self.kv_layout: KvLayout | None = engine.kv_layout
         self.max_context_tokens = engine.max_context
 
@@ -73,6 +92,8 @@ class NativeEngine:
     def submit(self, work: Work, restored: RestoredKv | Arrival | None) -> Admitted:
         try:
             stored = self._restored(restored) if isinstance(restored, RestoredKv) else restored
+            if isinstance(stored, Arrival):
+                stored.while_waiting = self._pulse
             return self._engine.submit(work, stored)
         except EngineError as error:
             raise EngineFault(error.code, error.message, retry=error.retry) from error
@@ -100,9 +121,11 @@ class NativeEngine:
         return self._engine.cancel(request_id)
 
     def while_waiting(self, call: Callable[[], None]) -> None:
+        self._pulse = pulse = _Pulse(call)
+        self._engine.model.between_layers = pulse
         arrival = self._engine.model.arrival
         if arrival is not None:
-            arrival.while_waiting = call
+            arrival.while_waiting = pulse
 
     def step(self) -> StepOutput:
         try:

@@ -236,8 +236,8 @@ class Serving:
         return held if held is not None and held.epoch == epoch and held.in_engine else None
 
     def _go_on_beating(self) -> None:
-        """In the middle of a step that waits for weights. Bytes that come are progress, and the wait ends by itself
-        where none do. Nothing here may touch the engine."""
+        """In the middle of a step, between its layers or where it waits for weights or stored KV. A layer is progress,
+        bytes that come are, and the wait ends by itself where none do. Nothing here may touch the engine."""
         if self.is_awake:
             self._turn_ns = time.monotonic_ns()
         if select.select([self._agent.socket], [], [], 0)[0]:

@@ -15,6 +15,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 HUGE_BYTES: Final = 2 * 1024 * 1024
@@ -25,6 +26,8 @@ _MADV_POPULATE_READ: Final = 22
 _MADV_POPULATE_WRITE: Final = 23
 _MADV_COLLAPSE: Final = 25
 _SYS_CACHESTAT: Final = 451
+_MOST_REFUSALS: Final = 64
+"""In a row: memory is in pieces."""
 _FAILED: Final = ctypes.c_void_p(-1).value
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -126,6 +129,51 @@ def enter_huge(address: int, nbytes: int) -> bool:
     for at in range(address, address + nbytes, HUGE_BYTES):
         enter_for_writing(at, mmap.PAGESIZE)
     return bool(_libc.madvise(address, nbytes, _MADV_COLLAPSE) == 0)
+
+
+def huge_share(path: Path) -> float:
+    """Which part of a file in shared memory lies in huge pages; 1 where it has none that are whole. Milliseconds a GB.
+    Raises `OSError`."""
+    view, whole = _map_whole(path)
+    if not whole:
+        return 1.0
+    address = address_of(view)
+    for at in range(0, whole, HUGE_BYTES):
+        view[at]  # enters one page, or all of a huge one
+    begin = f"{address:x}-"
+    with open("/proc/self/smaps") as lines:
+        is_it = False
+        for line in lines:
+            if line.startswith("ShmemPmdMapped:"):
+                if is_it:
+                    return int(line.split()[1]) * 1024 / whole
+            elif not line[0].isupper():
+                is_it = line.startswith(begin)
+    return 1.0
+
+
+def make_huge(path: Path) -> tuple[int, int]:
+    """Puts a file in shared memory into huge pages where it is not, while others have it mapped. Gives the bytes of it
+    that lie in such now, as far as the kernel says, and those that could. Raises `OSError`."""
+    view, whole = _map_whole(path)
+    address, made, refused = address_of(view), 0, 0
+    for at in range(0, whole, HUGE_BYTES):
+        if _libc.madvise(address + at, HUGE_BYTES, _MADV_COLLAPSE) == 0:
+            made, refused = made + HUGE_BYTES, 0
+        else:
+            refused += 1
+            if refused == _MOST_REFUSALS:
+                break
+    return made, whole
+
+
+def _map_whole(path: Path) -> tuple[memoryview, int]:
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        nbytes = os.fstat(handle).st_size
+        return map_file(handle, nbytes), nbytes // HUGE_BYTES * HUGE_BYTES
+    finally:
+        os.close(handle)
 
 
 def _map(address: int | None, nbytes: int, protection: int, flags: int, handle: int) -> int:

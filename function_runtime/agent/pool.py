@@ -24,18 +24,24 @@ from function_runtime.errors import LoadError, PoolEntryInUse, PoolEntryUnknown
 from function_runtime.protocol import LoadTotals, Peer, PoolEntry, ReplicaSpec
 from model_loader.disk_tier import DiskTier
 from model_loader.errors import LoaderError
+from model_loader.file_memory import huge_share
 from model_loader.forms.kept import checkpoints_on, forget_forms
 from model_loader.forms.order import FormOrder
 from model_loader.forms.sweeping import form_names
 from model_loader.load_order import LoadOrder, LoadOutcome
 from model_loader.manifest import Manifest
 from model_loader.pool import SUFFIX, WarmPool
-from model_loader.pool_room import default_budget
+from model_loader.pool_room import default_budget, is_memory
 from model_loader.pool_state import EntryState
 from model_loader.ranges.peer import PeerAddress
 
 MOST_TOKENS: Final = 1024
 """Of the object store, of the checkpoints that were asked for last."""
+HUGE_AFTER_S: Final = 20.0
+"""From a load until a form that got small pages, because huge ones would have taken long while somebody waited, is put
+into huge ones: for whoever maps it next, and for what is loaded into its memory some day."""
+LEAST_HUGE_BYTES: Final = 64 * 1024 * 1024
+_HUGE_ENOUGH: Final = 0.9
 _HALF_TYPES: Final = ("float16", "bfloat16")
 
 
@@ -234,12 +240,15 @@ class Pool:
         log(f"form={order.out.stem} {outcome.describe()}")
         self.loads = _added(self.loads, outcome)
         self._look_at_disk()  # what a load puts there may cost others their place
-        if outcome.origin == "make" and (form.disk or form.store):
-            self._begin_keeping(form, outcome.seconds)
+        is_kept = outcome.origin == "make" and bool(form.disk or form.store)
+        if is_kept or int(told["nbytes"]) >= LEAST_HUGE_BYTES:
+            self._begin_keeping(form, outcome.seconds if is_kept else 0.0)
         return outcome
 
     def _begin_keeping(self, form: FormOrder, make_s: float) -> None:
         key = form.pool_key
+        if (earlier := self._keeping.get(key)) is not None:
+            earlier.cancel()
         keeping = asyncio.create_task(self._keep(form, make_s), name=f"keep {key}")
         self._keeping[key] = keeping
 
@@ -250,15 +259,20 @@ class Pool:
         keeping.add_done_callback(over)
 
     async def _keep(self, form: FormOrder, make_s: float) -> None:
-        """Beside everything else, since nobody waits for it: a form that took long to make, kept where it is quicker
-        had."""
+        """Beside everything else, since nobody waits for it. `make_s`: 0 where keeping it below is not worth while."""
         holder = f"keep-{secrets.token_hex(6)}"
         try:
             # The load that made it is not over before the pool has taken the form: this waits for that.
             await self._pool.acquire(Path(form.manifest_path), form.dtype, holder)
-            told = await self._loaders.run_beside(["--keep", str(make_s)], form.to_bytes())
-            log(f"form={form.pool_key} kept={told['kept']}")
-            self._look_at_disk()
+            if make_s:
+                told = await self._loaders.run_beside(["--keep", str(make_s)], form.to_bytes())
+                log(f"form={form.pool_key} kept={told['kept']}")
+                self._look_at_disk()
+            self.release(holder)
+            await asyncio.sleep(HUGE_AFTER_S)
+            if self._pool.hold(form.pool_key, holder) and await asyncio.to_thread(_is_in_pieces, Path(form.out)):
+                told = await self._loaders.run_beside(["--huge"], form.to_bytes())
+                log(f"form={form.pool_key} huge={told['huge_bytes']} of={told['whole_bytes']}")
         except (LoaderError, LoadError, OSError) as error:
             log(f"form={form.pool_key} not kept: {error}")
         finally:
@@ -295,6 +309,10 @@ class Pool:
             store=self._tiers.store,
             store_token=self._store_tokens.get(str(order.manifest_path), ""),
         )
+
+
+def _is_in_pieces(form: Path) -> bool:
+    return is_memory(form.parent) and huge_share(form) < _HUGE_ENOUGH
 
 
 def _added(totals: LoadTotals, outcome: LoadOutcome) -> LoadTotals:

@@ -81,6 +81,8 @@ class Arrival:
         self.on_failure: Callable[[ArrivingChunk], ArrivingChunk | None] | None = None
         """Asked, when a chunk failed, for another that begins where it did."""
         self.on_change: Callable[[], None] | None = None
+        self.while_waiting: Callable[[], None] | None = None
+        """Called several times a second by a pass that waits for layers."""
         self.steering: Steering | None = None
         """None: it is waited for, whatever it takes."""
         self.pump: Callable[[], None] | None = None
@@ -260,6 +262,8 @@ class Arrival:
                     raise ArrivalFailed("computing is faster")
                 self._changed.wait(max(0.0, min(_LOOK_S, self._next_deadline_s() - time.monotonic())))
             self.expire()
+            if self.while_waiting is not None:
+                self.while_waiting()
 
     def _next_deadline_s(self) -> float:
         return min((c.deadline_s for c in self.chunks if c.state is ChunkState.ARRIVING), default=_NEVER)

@@ -55,6 +55,12 @@ def nothing() -> Coming | None:
     return None
 
 
+def left_s(coming: WhatComes) -> float:
+    """What the weights keep the link for before stored KV has it to itself."""
+    found = coming()
+    return found.left_s if found is not None else 0.0
+
+
 class ComingWeights:
     """Of one replica."""
 

@@ -20,7 +20,7 @@ from function_runtime.engine_like import KvRun, RestoredKv
 from function_runtime.errors import KvError
 from function_runtime.kv.arrival import Arrival, ArrivingChunk, ChunkState
 from function_runtime.kv.chunk import ChunkHead
-from function_runtime.kv.contention import WhatComes, nothing
+from function_runtime.kv.contention import WhatComes, left_s, nothing
 from function_runtime.kv.fetch import Fetch, Wanted
 from function_runtime.kv.forms import flight_identity, identity_of, known_form
 from function_runtime.kv.identity import Chain, KvIdentity
@@ -32,6 +32,7 @@ from function_runtime.kv.supply import SPAN_BYTES, Item, Order, Supply
 from function_runtime.passes import NONE, recorded, with_steps
 from function_runtime.protocol import KvChunk, Work
 from model_loader.objects import ObjectStore
+from model_loader.objects.resilience import DEFAULT_LIMITS
 
 FAR_S: Final = 3600.0
 """No deadline: what is late is computed."""
@@ -144,10 +145,16 @@ class Reading:
             wanted, deadlines, order=order, pieces=chosen.pieces, reason=chosen.reason, other=self._instead
         )
 
-    def begin_all(self, within_s: float, store: ObjectStore, executor: Executor) -> Arrival:
+    def begin_all(
+        self, within_s: float, store: ObjectStore, executor: Executor, coming: WhatComes = nothing
+    ) -> Arrival:
+        """`within_s`: besides what the bytes take at a store's slowest, and the weights, which have the link first. A
+        store whose bytes still come is slow, not ill."""
         wanted = self.wanted
         fetch = self._fetch(store, executor, None)
-        return fetch.begin(wanted, [within_s] * len(wanted), other=self._instead)
+        nbytes = sum(each.chunk.nbytes for each in wanted)
+        latest_s = within_s + left_s(coming) + nbytes / DEFAULT_LIMITS.slowest_bytes_s
+        return fetch.begin(wanted, [latest_s] * len(wanted), other=self._instead)
 
     def begin_steered(
         self, chosen: Plan, measured: Measured, engine: Capabilities, store: ObjectStore, executor: Executor

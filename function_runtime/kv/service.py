@@ -183,7 +183,7 @@ class DurableKv:
             if self._settings.loads_always:
                 detail = outcome.detail
                 if reading.wanted:
-                    arrival = reading.begin_all(MAX_DEADLINE_S, self._store(), self._readers)
+                    arrival = reading.begin_all(MAX_DEADLINE_S, self._store(), self._readers, self._engine.coming)
             else:
                 chosen = reading.plan(self.measured.speeds, self._engine)
                 detail = "; ".join(filter(None, (outcome.detail, chosen.reason)))

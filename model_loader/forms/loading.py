@@ -2,7 +2,8 @@
 first; what fails falls back to the next, and to making it in the end.
 
 `python -m model_loader.forms.loading` waits for one order (a line of JSON) on stdin, since it holds tokens, and tells
-progress and outcome as NDJSON on stdout. `--keep` instead stores a form that is complete where that is worth it.
+progress and outcome as NDJSON on stdout. `--keep` instead stores a form that is complete where that is worth it, and
+`--huge` puts one into huge pages that had to do without.
 Limits: which way is taken is decided once, before the first byte; a source that becomes slow is not left for another.
 """
 
@@ -26,6 +27,7 @@ from typing import Final
 
 from model_loader.disk_tier import DiskTier
 from model_loader.errors import LoaderError, OutOfSpace, SourceMissing
+from model_loader.file_memory import make_huge
 from model_loader.forms.copying import copy_form
 from model_loader.forms.head import BodyOf, FormHead, form_name
 from model_loader.forms.kept import DiskForms, StoredForms, sweep_heads
@@ -192,6 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="model_loader.forms.loading", description="Load a prepared form.")
     parser.add_argument("pool", help="whose it is, to be seen in lists of processes; the order is on stdin")
     parser.add_argument("--keep", type=float, metavar="SECONDS", help="store the form, which took so long to make")
+    parser.add_argument("--huge", action="store_true", help="put the form into huge pages, while others map it")
     given = parser.parse_args(arguments)
     line = sys.stdin.buffer.readline()
     if not line.strip():
@@ -203,6 +206,9 @@ def main(arguments: list[str] | None = None) -> int:
         order = FormOrder.parse(line)
         if order.store_token:
             os.environ[TOKEN_VARIABLE] = order.store_token
+        if given.huge:
+            made, whole = make_huge(Path(order.out))
+            return {"huge_bytes": made, "whole_bytes": whole}
         if given.keep is not None:
             return {"kept": keep_form(order, given.keep)}
         loaded = load_form(order, report)

@@ -16,7 +16,7 @@ import pytest
 
 from model_loader import form_memory
 from model_loader.errors import OutOfSpace, SourceMissing
-from model_loader.file_memory import HUGE_BYTES, address_of, is_cached, map_file
+from model_loader.file_memory import HUGE_BYTES, address_of, huge_share, is_cached, make_huge, map_file
 from model_loader.form_memory import REGION_BYTES, FormMemory
 from model_loader.manifest import Manifest
 from model_loader.prepared import PreparedFile
@@ -189,3 +189,23 @@ def test_a_form_made_in_shared_memory_is_that_made_on_a_disk(
         found = PreparedFile.open(shared_memory / name, verify=True)
         for tensor in wanted.keys():  # noqa: SIM118
             np.testing.assert_array_equal(found.tensor(tensor), wanted.tensor(tensor))
+
+
+def test_a_form_in_small_pages_is_put_into_huge_ones_while_others_map_it(shared_memory: Path) -> None:
+    path, content = shared_memory / "form", os.urandom(3 * HUGE_BYTES + 5000)
+    path.write_bytes(content)
+    with open(path, "rb") as file:
+        mapped = map_file(file.fileno(), len(content))
+    assert bytes(mapped) == content and huge_share(path) < 1.0
+    made, whole = make_huge(path)
+    assert whole == 3 * HUGE_BYTES
+    assert bytes(mapped) == content == path.read_bytes()
+    if made < whole:
+        pytest.skip("no huge pages are to be had here")
+    assert huge_share(path) == 1.0
+
+
+def test_a_file_without_a_whole_huge_page_lacks_none(shared_memory: Path) -> None:
+    path = shared_memory / "form"
+    path.write_bytes(bytes(5000))
+    assert huge_share(path) == 1.0 and make_huge(path) == (0, 0)

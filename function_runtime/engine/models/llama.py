@@ -46,6 +46,8 @@ class Llama:
         self.config = config
         self.arrival = arrival
         """What the weights wait for; None once they are all here."""
+        self.between_layers: Callable[[], None] | None = None
+        """A pass that takes long is progress, layer by layer."""
         heads, eps = config.num_heads + 2 * config.num_kv_heads, config.rms_norm_eps
         hidden, inner, wide = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
         take = _Taker(weights)
@@ -90,7 +92,10 @@ class Llama:
         if arrival is not None:
             arrival.wait(0)
         x = self._embedding.index_select(0, tokens)
+        between = self.between_layers
         for index, layer in enumerate(self.layers):
+            if between is not None:
+                between()
             if arrival is not None:
                 arrival.wait(index + 1)
             h = layer.attn_norm(x)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from function_runtime.agent import pool as pool_module
 from function_runtime.agent.children import Children
 from function_runtime.agent.loaders import Loaders
 from function_runtime.agent.pool import Pool, Tiers
@@ -26,6 +27,7 @@ from tests.support.checkpoints import make_tiny_llama
 MADE = {
     "origin": "make",
     "seconds": 7.0,
+    "nbytes": 1,
     "read_bytes": {},
     "chunks": 1,
     "bad_chunks": 0,
@@ -128,3 +130,43 @@ async def test_what_lies_in_the_disk_tier_is_told_and_what_is_forgotten_is_not(
     await again.forget(manifest.identity)
     await until(())
     await again.close()
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+async def test_a_form_in_small_pages_is_put_into_huge_ones_once_nobody_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    manifest = import_model(f"file://{make_tiny_llama(tmp_path / 'tiny')}", tmp_path / "models")
+    asked: list[tuple[list[str], tuple[str, ...]]] = []
+    looked = asyncio.Event()
+
+    async def run_beside(_: Loaders, arguments: Sequence[str], order: bytes) -> dict[str, Any]:
+        (entry,) = agents.entries()
+        asked.append((list(arguments), entry.holders))
+        return {"huge_bytes": 1, "whole_bytes": 1}
+
+    async def run(_: Loaders, said: bytes, progress: ProgressCallback) -> dict[str, Any]:
+        order = FormOrder.parse(said)
+        await asyncio.to_thread(prepare, Manifest.load(Path(order.manifest_path)), order.dtype, Path(order.out))
+        return {**MADE, "nbytes": pool_module.LEAST_HUGE_BYTES}
+
+    def look(form: Path) -> float:
+        looked.set()
+        return share
+
+    monkeypatch.setattr(Loaders, "run", run)
+    monkeypatch.setattr(Loaders, "run_beside", run_beside)
+    monkeypatch.setattr(pool_module, "huge_share", look)
+    monkeypatch.setattr(pool_module, "is_memory", lambda _: True)
+    monkeypatch.setattr(pool_module, "HUGE_AFTER_S", 0.0)
+    agents = Pool(tmp_path / "pool", 1 << 30, Children(), lambda: None)
+    await agents.open()
+    await agents.warm(str(manifest.path), "float32")
+    await asyncio.gather(*agents._keeping.values())
+    if share == 1.0:
+        assert looked.is_set() and not asked
+    else:
+        ((arguments, holders),) = asked
+        assert arguments == ["--huge"] and [h.partition("-")[0] for h in holders] == ["keep"]
+    assert not [h for entry in agents.entries() for h in entry.holders]
+    await agents.close()

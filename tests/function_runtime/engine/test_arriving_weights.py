@@ -12,7 +12,7 @@ import torch
 from function_runtime.engine.engine import Engine
 from function_runtime.engine.staging import Event, Staging
 from function_runtime.errors import LoadError
-from function_runtime.native import MappedForm
+from function_runtime.native import PULSE_NS, MappedForm, _Pulse
 from function_runtime.protocol import EngineOptions
 from model_loader.checkpoint_files import checkpoint_chunks, local_source
 from model_loader.chunks import CHUNK_BYTES
@@ -292,3 +292,33 @@ def test_a_form_that_went_away_before_it_was_mapped_is_loaded_again_and_no_missi
     with pytest.raises(LoadError, match="it is loaded again") as caught:
         MappedForm.open(tmp_path / "key.prepared", arriving=tmp_path / ".key.prepared.tmp")
     assert caught.value.retry and caught.value.code == "form_gone"
+
+
+def test_a_long_pass_says_after_each_layer_that_it_goes_on(manifest: Manifest, tmp_path: Path, dtype: str) -> None:
+    prepare(manifest, dtype, tmp_path / "form")
+    engine = Engine.load(
+        tmp_path / "form",
+        manifest.config,
+        Tokenizer.load(manifest.directory),
+        manifest.eos_token_ids,
+        EngineOptions(threads=1, kv_bytes=16 << 20),
+    )
+    layers = 0
+
+    def between() -> None:
+        nonlocal layers
+        layers += 1
+
+    engine.model.between_layers = between
+    run_one(engine, make_work(range(10, 40), max_tokens=1))
+    assert layers == manifest.config.num_layers
+
+
+def test_layers_of_small_steps_are_not_all_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_ns, calls = 10 * PULSE_NS, list[int]()
+    monkeypatch.setattr("function_runtime.native.time.monotonic_ns", lambda: now_ns)
+    pulse = _Pulse(lambda: calls.append(now_ns))
+    for _ in range(30):
+        now_ns += PULSE_NS // 10
+        pulse()
+    assert len(calls) == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,12 +14,14 @@ import msgspec
 import pytest
 
 from function_runtime.kv import fetch
-from function_runtime.kv.arrival import Arrival, ArrivalFailed, ChunkState
+from function_runtime.kv.arrival import Arrival, ArrivalFailed, ArrivingChunk, ChunkState
 from function_runtime.kv.memory import ReadMemory
 from function_runtime.kv.plan import Decision, Plan
 from function_runtime.kv.reader import Capabilities, Reading, may_probe
 from function_runtime.kv.speeds import PRIOR, Measured
+from function_runtime.protocol import KvChunk
 from model_loader.objects import DirectoryStore
+from model_loader.objects.resilience import DEFAULT_LIMITS
 from tests.function_runtime.kv.test_chunks import IDENTITY, LAYOUT
 from tests.function_runtime.kv.test_writing_and_reading import Stored, request
 
@@ -216,3 +219,31 @@ def test_the_further_a_store_is_behind_the_rarer_it_is_looked_at(
 
 def three_again(stored: Stored) -> Reading:
     return Reading(request(stored.chunks()), IDENTITY)
+
+
+def test_a_read_of_everything_waits_as_long_as_bytes_may_take(stored: Stored) -> None:
+    reading = three(stored)
+    with ThreadPoolExecutor(1) as executor:
+        nbytes = sum(each.chunk.nbytes for each in reading.wanted)
+        before_s = time.monotonic()
+        arrival = reading.begin_all(10.0, stored.store, executor)
+        latest_s = before_s + 10.0 + nbytes / DEFAULT_LIMITS.slowest_bytes_s
+        assert nbytes and all(chunk.deadline_s >= latest_s for chunk in arrival.chunks)
+        arrival.abandon()
+
+
+def test_a_pass_that_waits_for_a_layer_says_so_all_the_while() -> None:
+    record = KvChunk(0, 0, 32, "pack", 0, 10, "digest", "chain")
+    chunk = ArrivingChunk(record, 2, memoryview(b""))
+    arrival = Arrival([chunk], layered=True)
+    said = 0
+
+    def waiting() -> None:
+        nonlocal said
+        said += 1
+        if said == 3:
+            arrival.has_layers(chunk, 0, 1)
+
+    arrival.while_waiting = waiting
+    arrival.wait_for_layer(0)
+    assert said == 3
