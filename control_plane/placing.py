@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from control_plane.fleet import Fleet
     from control_plane.lanes import FunctionKey
 
-AGE_S: Final = 10.0
-"""Free memory and forecasts move without a word: no older than this."""
-ROUND_S: Final = 4.0
+AGE_S: Final = 20.0
+"""Free memory and forecasts move without a word: what is older is looked at by who needs it."""
+ROUND_S: Final = 8.0
 """In so long `freshen` goes through all slots, so that who waits does not wait for a look at all of them."""
 FRESHEN_S: Final = 0.5
 """Its pause."""

@@ -178,7 +178,7 @@ async def test_slots_are_looked_at_in_passing_so_that_nobody_waits_for_all_of_th
             await homes.placing.freshen()
             assert homes.looked.total() - before <= 2 * placing.FRESHENED_AT_ONCE, "a few at a time"
         assert len(homes.looked) == 100, "each in every round"
-    for _ in range(40):
+    for _ in range(80):
         homes.clock.now_s += placing.FRESHEN_S
         await homes.placing.freshen()
         assert homes.place("own") == set(), "never so old that all would have to be looked at"

@@ -42,6 +42,8 @@ AGAIN_S: Final = 5.0
 SETTLE_S: Final = 0.25
 """How long a status may be behind: what starts and is ready within it is written once. What is asked for meanwhile does
 not wait for it."""
+GATHER_S: Final = 0.1
+"""How late it is begun to be written: what is done about a change goes before what is said of it."""
 AT_ONCE: Final = 8
 """Functions that are looked at together: what each costs is waiting, for the database and the API server."""
 StatusOf = Callable[[Function], tuple[dict[str, Any], tuple[Condition, ...]]]
@@ -101,7 +103,7 @@ class FunctionObjects:
     def _object_changed(self, name: str, before: Object | None, now: Object | None) -> None:
         for each in (before, now):
             if each is not None and is_ours(each, self._release):
-                self.mark(key_of(each))
+                (self.restate if _asks_the_same(before, now) else self.mark)(key_of(each))
         known = self._keys.pop(name, None)
         if known is not None:
             self._names[known].discard(name)
@@ -114,6 +116,8 @@ class FunctionObjects:
         self._due.set()
 
     def restate(self, key: FunctionKey) -> None:
+        if not self._restated:
+            self._restate_at_s = max(self._restate_at_s, asyncio.get_running_loop().time() + GATHER_S)
         self._restated[key] = None
         self._due.set()
 
@@ -197,7 +201,7 @@ class FunctionObjects:
         except (ApiError, StokerError) as error:
             logger.warning("event=function_object_unsettled function=%s error=%s", key[1], error)
             asyncio.get_running_loop().call_later(AGAIN_S, self.mark, key)
-        self._restated[key] = None
+        self.restate(key)
 
     def _of(self, key: FunctionKey) -> Object | None:
         """The object that speaks for a function: of several the oldest."""
@@ -343,6 +347,14 @@ def _spec(found: Object | None) -> tuple[FunctionSpec | None, str]:
         return parse_mapping(spec_of(found)), ""
     except (StokerError, ValueError) as error:
         return None, str(error)
+
+
+def _asks_the_same(before: Object | None, now: Object | None) -> bool:
+    """Whether only its status is another, which is mostly what was written here."""
+    if before is None or now is None:
+        return False
+    parts = ("uid", "generation", "labels", "deletionTimestamp")
+    return all(before["metadata"].get(part) == now["metadata"].get(part) for part in parts)
 
 
 def _age(found: Object) -> tuple[str, str]:

@@ -181,6 +181,14 @@ async def test_a_change_does_not_wait_for_a_status_that_may_be_late(
     assert office.objects.writes == written, "its status is written with what else comes until then"
 
 
+async def test_a_status_that_somebody_overwrote_is_made_good(office: Office) -> None:
+    office.put()
+    await until(lambda: office.condition("chat", "Accepted").get("status") == "True")
+    found = office.found() or {}
+    office.api.change(FUNCTIONS, "chat", status={**found["status"], "state": "Nonsense"})
+    await until(lambda: (office.found() or {})["status"]["state"] == "AtZero")
+
+
 async def test_what_the_api_is_told_is_written_into_the_object(office: Office) -> None:
     office.put()
     await until(lambda: office.functions.find("chat", "default") is not None)

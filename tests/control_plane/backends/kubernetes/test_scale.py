@@ -52,6 +52,8 @@ def spec_of_number(number: int) -> FunctionSpec:
 
 async def test_at_rest_nothing_is_written_whatever_there_is(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("control_plane.backends.kubernetes.backend.KubernetesBackend._link", lambda *args: None)
+    for pause in ("GATHER_S", "SETTLE_S"):
+        monkeypatch.setattr(f"control_plane.backends.kubernetes.function_objects.{pause}", 0.0)
     database = await Database.open(str(tmp_path / "stoker.db"), DatabaseSettings())
     api, functions = FakeApi(), FunctionStore(database)
     for number in range(FUNCTION_COUNT):
