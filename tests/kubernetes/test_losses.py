@@ -34,9 +34,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, checkpoint: str) -> Iterator[Town]:
     pool = {**POOL, "most": 4, "tolerations": IMPATIENT}
-    # Longer than an agent takes to start anew, on a machine that is out of breath.
-    env = {"STOKER_TROUBLE_S": "6", "STOKER_UNSCHEDULABLE_S": "6", "STOKER_SLOT_HOLD_S": "60"}
-    with town(tmp_path_factory.mktemp("losses"), pool, env, nodes=NODES, node_grace_s=2.0) as place:
+    # Longer than an agent takes to start anew, and than scheduler and kubelet say nothing, on a machine that is out of
+    # breath.
+    env = {"STOKER_TROUBLE_S": "12", "STOKER_UNSCHEDULABLE_S": "20", "STOKER_SLOT_HOLD_S": "60"}
+    with town(tmp_path_factory.mktemp("losses"), pool, env, nodes=NODES, node_grace_s=8.0) as place:
         place.cluster.kubelet.image_environment["STOKER_STUB_TOKEN_S"] = "0.02"
         place.cluster.kubelet.lease_interval_s = 0.5
         deploy(place, "fn", checkpoint)
@@ -177,7 +178,7 @@ def test_a_quota_is_an_error_that_says_so_until_there_is_room_again(place: Town,
     creates = created(place)
     told = refusal_of(place, "more")
     assert "for its quota" in told and "exceeded quota" in told
-    assert created(place) - creates <= 6, "after 1, 2, 4, ... seconds at the soonest"
+    assert created(place) - creates <= 6, "after 1, 2, 4, 8, ... seconds at the soonest"
     place.cluster.api.delete("resourcequotas", "q")
 
     def answered() -> bool:
