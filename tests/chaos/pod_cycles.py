@@ -28,8 +28,9 @@ from tests.kubernetes.kubelet.worker import PodWorker
 from tests.kubernetes.town import POOL, Town, town
 from tests.support.checkpoints import make_tiny_llama
 
-TOKENS: Final = 60
-TOKEN_S: Final = 0.01
+TOKENS: Final = 80
+TOKEN_S: Final = 0.015
+"""An answer takes longer than a fault needs to be brought about, on a busy machine, too."""
 READERS: Final = 2
 """Of each tenant."""
 TENANTS: Final = {"default": "mine", "other": "theirs"}

@@ -22,4 +22,4 @@ def test_cycles_of_pods_lose_leave_double_and_share_nothing(tmp_path: Path) -> N
     print(found)
     assert found.problems == [], f"STOKER_CHAOS_SEED={SEED}"
     assert found.cycles == CYCLES and found.replicas >= 2 * CYCLES, "each cycle wakes both functions"
-    assert found.moved > 0, "some answers went on elsewhere"
+    assert found.moved + found.resumes > 0, "some answers were met in the middle, by a pod's end or a control plane's"
