@@ -44,6 +44,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture(scope="module")
 def native_agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AgentProcess]:
-    """One agent for a module's tests, because its template imports torch once."""
-    with AgentProcess(tmp_path_factory.mktemp("native") / "slot") as agent:
+    """One agent for a module's tests, because its template imports torch once. Stored KV is loaded whenever there is
+    any: what is quicker on a busy machine is no matter of theirs."""
+    environment = {"STOKER_KV_LOAD": "always"}
+    with AgentProcess(tmp_path_factory.mktemp("native") / "slot", env=environment) as agent:
         yield agent
