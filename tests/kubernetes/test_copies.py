@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import pytest
@@ -165,14 +165,19 @@ def test_versions_one_apart_are_replaced_by_one_another_under_live_streams(place
             return pods[0]["metadata"]["name"] if pods else ""
 
         first = str(place.cluster.wait(arrived, f"a copy of {tag}", 240))
+
+        def runs_on_the_others(first: str = first, before: Collection[str] = before) -> bool:
+            replicas = place.call(first, "GET", "/api/v1/replicas")["data"]
+            return bool({each["slot_id"] for each in replicas if each["running"]} & set(before))
+
+        # Before anything else is done: its slots are replaced as soon as it leads.
+        place.cluster.wait(runs_on_the_others, "a gateway of one version, slots of the other")
         reader = place.read(first, model="fn", tokens=TOKENS)
         wait_events(reader, 5)
         _, where = place.cluster.kubelet.execute(
             first, ["python", "-c", "import autoscaler as a; print(a.__file__)"], SPACE
         )
         assert where.startswith(str(code)) is (tag == "earlier"), where
-        slots = {each["slot_id"] for each in place.call(first, "GET", "/api/v1/replicas")["data"] if each["running"]}
-        assert slots & set(before), "a gateway of one version, slots of the other"
         assert answer(reader) == whole
         place.cluster.wait(lambda image=image: images(place.pods("control-plane")) == {image}, "copies of one version")
         place.cluster.wait(lambda image=image: images(place.pods("slot")) == {image}, "slots have followed", 240)
