@@ -28,7 +28,7 @@ SCHEMA = {
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "seeded": {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "seed": 3},
-    "unseeded": {"temperature": 1.0},
+    "unseeded": {"temperature": 1.0, "ignore_eos": True},  # each run is another: all are to have every token
     "penalties": {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.5, "seed": 4},
     "log-probabilities": {"logprobs": 3, "seed": 5},
     "stop": {"seed": 6},
