@@ -236,8 +236,12 @@ class Placing:
         state = self._fleet.slots.get(slot_id)
         on_disk, found = frozenset(state.disk if state is not None else ()), dict[str, int]()
         for identity in self._loading.get(slot_id, ()):
-            tier = PEER if any(peer.slot_id != slot_id for peer in self._homes[CPU].peers(identity)) else MAKE
-            tier = DISK if identity in on_disk else tier
+            if identity in on_disk:
+                tier = DISK
+            elif any(peer.slot_id != slot_id for peer in self._homes[CPU].peers(identity)):
+                tier = PEER
+            else:
+                tier = MAKE
             found[tier] = found.get(tier, 0) + 1
         return found
 

@@ -264,9 +264,7 @@ async def test_the_adopter_attaches_to_the_replica_and_a_reader_gets_the_rest_an
     before = await read_until(Stream(response), 10)
     await noted(leader, request_id)
     # As if it had died before it wrote down what the replica said when it took the request.
-    await leader.context.journal._database.write(
-        lambda c: c.execute("UPDATE attempts SET loaded_tokens = NULL, detail = NULL")
-    )
+    await leader.context.db.write(lambda c: c.execute("UPDATE attempts SET loaded_tokens = NULL, detail = NULL"))
     await leader.die()
     after = await rest_of(other, request_id, before[-1][0])
     assert await noted(other, request_id) == leader.slot.behaviour.left_out
