@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 HEADROOM = 0.05
 """Share of a device that is nobody's: activations, fragments, the context of the driver."""
+WORTH = 0.125
+"""Changes below this share of what there is are left alone: every change lays the memory out anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,23 @@ class Sharer:
 class Grant:
     name: str
     kv_bytes: int
+
+
+def worth_telling(has_bytes: int, granted_bytes: int) -> bool:
+    return abs(granted_bytes - has_bytes) > WORTH * has_bytes
+
+
+def divide_anew(
+    total_bytes: int, sharers: Sequence[Sharer], has_bytes: Sequence[int], headroom: float = HEADROOM
+) -> tuple[Grant, ...] | None:
+    """The same among those who have KV already (0: who has none yet): nobody gives up what nobody else needs. Who has
+    more than its part keeps it as long as all the others have theirs beside it."""
+    grants = divide(total_bytes, sharers, headroom)
+    if grants is None:
+        return None
+    kept = tuple(Grant(grant.name, max(grant.kv_bytes, has)) for grant, has in zip(grants, has_bytes, strict=True))
+    held = sum(each.fixed_bytes for each in sharers) + sum(each.kv_bytes for each in kept)
+    return kept if held <= int(total_bytes * (1.0 - headroom)) else grants
 
 
 def divide(total_bytes: int, sharers: Sequence[Sharer], headroom: float = HEADROOM) -> tuple[Grant, ...] | None:

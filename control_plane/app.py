@@ -50,6 +50,7 @@ from control_plane.journal import Journal
 from control_plane.kv_collection import KvCollection
 from control_plane.kv_desk import KvDesk
 from control_plane.kv_index import KvIndex
+from control_plane.kv_sharing import KvSharing
 from control_plane.lanes import FunctionKey
 from control_plane.ledger import Ledger
 from control_plane.live_request import LiveRequest
@@ -174,6 +175,7 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
     fleet.placing.load, fleet.placing.expected = predicted.load, predicted.expected
     fleet.placing.context_tokens, slot_scaling.expected = predicted.context_tokens, predicted.replicas
     moves = Moves(fleet, slots, decisions, lambda: loop.leads, loop.end_replica)
+    kv_sharing = KvSharing(fleet, slots, lambda: loop.leads)
     traces = adopting.traces = open_traces(os.environ, settings.traces.share, gateway_id)
     if traces is not None:
         traces.leads = lambda: fleet.keeps_books
@@ -224,6 +226,7 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
         loop=loop,
         slot_scaling=slot_scaling,
         moves=moves,
+        kv_sharing=kv_sharing,
         predicted=predicted,
         serving=serving,
         importing=importing,
@@ -261,7 +264,11 @@ def _tell_placing(placing: Placing, seating: Seating, functions: FunctionStore) 
         if current.state is ImportState.READY and current.spec.engine == "native":
             placing.grants.learn(current.identity or "", current.manifest_path or "")
 
-    placing.in_flight, placing.kept = in_flight, kept
+    def own_kv(key: FunctionKey) -> bool:
+        function = functions.find(key[1], key[0])
+        return function is not None and function.spec.engine_options.kv_bytes > 0
+
+    placing.in_flight, placing.kept, placing.own_kv = in_flight, kept, own_kv
     functions.subscribe(changed)
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from control_plane.kv_collection import KvCollection
     from control_plane.kv_desk import KvDesk
     from control_plane.kv_index import KvIndex
+    from control_plane.kv_sharing import KvSharing
     from control_plane.ledger import Ledger
     from control_plane.loop import ControlLoop
     from control_plane.metrics import Metrics
@@ -84,6 +85,7 @@ class AppContext:
     loop: ControlLoop
     slot_scaling: SlotScaling
     moves: Moves
+    kv_sharing: KvSharing
     predicted: Predicted
     serving: Serving
     importing: Importing

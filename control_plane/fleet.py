@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
@@ -76,6 +76,10 @@ class Fleet:
         """Told before, of a replica that is new or in another state: not that time has passed for it."""
         self.on_slot: Callable[[str, bool], None] = lambda slot_id, anew: None
         """Told when a slot came into sight (`anew`: under another agent) or went out of it."""
+        self.on_kv: Callable[[ReplicaStatus], None] = lambda status: None
+        """Told of a replica that has another amount of KV memory."""
+        self.make_room: Callable[[str, ReplicaSpec], Awaitable[None]] = _no_room_needed
+        """Before a replica is asked for: the memory it is to have there may be others' still."""
         self.is_outranked: Callable[[FunctionKey], bool] = lambda key: False
         """Whether room that is becoming free is kept for another function."""
         self.on_no_room: Callable[[FunctionKey, int, int], None] = lambda key, count, waiting: None
@@ -203,6 +207,7 @@ class Fleet:
 
     async def _ask_start(self, slot_id: str, spec: ReplicaSpec) -> None:
         try:
+            await self.make_room(slot_id, spec)
             peers = self.pools.peers(slot_id, spec.identity)
             status = await self._backend.start_replica(slot_id, msgspec.structs.replace(spec, peers=peers))
         except SlotUnavailable as error:
@@ -328,6 +333,8 @@ class Fleet:
             self.placing.measured.see(status, before)
             for watch in self.watchers:
                 watch(status, before)
+        elif before is not None and before.kv_bytes != status.kv_bytes:
+            self.on_kv(status)
         self.on_replica(status, before)
 
     def _index(self, slot_id: str, status: ReplicaStatus) -> None:
@@ -377,6 +384,10 @@ def _take_out(index: dict[K, dict[str, None]], name: K, replica_id: str) -> None
         known.pop(replica_id, None)
         if not known:
             del index[name]
+
+
+async def _no_room_needed(slot_id: str, spec: ReplicaSpec) -> None:
+    """Nothing is divided here."""
 
 
 AGENT_GONE: Final = "agent gone"

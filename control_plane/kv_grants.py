@@ -1,10 +1,9 @@
-"""KV memory of replicas that share a device: what each needs, by its model's shape, and what it is granted when it
-starts.
+"""KV memory of replicas that share a device: what each needs, by its model's shape, and what it is granted: when it
+starts, and again when others come to the device or leave it (`kv_sharing`).
 
-The rule is `autoscaler.device_sharing`. A replica that runs keeps what it was started with, since an engine lays its KV
-out once: what it leaves when it ends, and what its predicted need was, counts for those who start after it.
-Limits: shapes are read beside the event loop, and until they are, an engine chooses for itself; GPUs of a function that
-wants several are divided as if alike.
+The rule is `autoscaler.device_sharing`. Who is starting, has its KV from its spec or runs under an agent that cannot
+change it keeps what it has. Limits: shapes are read beside the event loop, and until they are, an engine chooses for
+itself; GPUs of a function that wants several are divided as if alike.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from autoscaler.device_sharing import Sharer, divide
+from autoscaler.device_sharing import Sharer, divide, divide_anew
 from function_runtime.protocol import EngineOptions, ReplicaSpec
 
 logger = logging.getLogger(__name__)
@@ -45,6 +44,14 @@ class Holder:
     weight: float = 1.0
     tokens: float = 0.0
     """Of a request's context as predicted; 0: typical."""
+    has_bytes: int = 0
+    """KV memory it has now; 0: as its spec says."""
+    yields: bool = False
+    """Its KV can be made less or more while it runs."""
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.has_bytes or self.spec.options.kv_bytes
 
 
 class KvGrants:
@@ -93,20 +100,42 @@ class KvGrants:
         on_gpu = new.spec.options.device != "cpu"
         if new.spec.options.kv_bytes or needs is None or not total_bytes or not (others or on_gpu):
             return new.spec.options.kv_bytes
-        sharers = [_sharer(new, *needs)]
-        for other in others:
-            theirs = self.needs(other.spec, other.tokens)
-            has = other.spec.options.kv_bytes or (theirs[1] if theirs is not None else 0)
-            sharers.append(_sharer(other, has, has))
-        grants = divide(total_bytes, sharers)
+        grants = divide(total_bytes, [_sharer(new, *needs), *map(self._sharing, others)])
         return needs[0] if grants is None else grants[0].kv_bytes
+
+    def shares(self, holders: Sequence[Holder], total_bytes: int) -> dict[str, int]:
+        """KV bytes for each of those on a device whose KV can be changed, by replica. Nothing where nobody can tell."""
+        sharers = [self._sharing(holder) for holder in holders]
+        has = [
+            holder.kv_bytes if holder.yields else sharer.least_bytes
+            for holder, sharer in zip(holders, sharers, strict=True)
+        ]
+        grants = divide_anew(total_bytes, sharers, has) or ()
+        return {
+            grant.name: grant.kv_bytes
+            for holder, grant in zip(holders, grants, strict=False)
+            if holder.yields and self.least_bytes(holder) is not None
+        }
+
+    def _sharing(self, holder: Holder) -> Sharer:
+        """Of one that is there: between its least and its need, or exactly what it has."""
+        needs = self.needs(holder.spec, holder.tokens)
+        if needs is not None and holder.yields:
+            return _sharer(holder, *needs)
+        has = holder.kv_bytes or (needs[1] if needs is not None else 0)
+        return _sharer(holder, has, has)
+
+    def least_bytes(self, holder: Holder) -> int | None:
+        """To what its KV can be cut down; None: it cannot, or that is not known."""
+        needs = self.needs(holder.spec, holder.tokens) if holder.yields else None
+        return None if needs is None else min(needs[0], holder.kv_bytes)
 
     def device_bytes(self, new: Holder) -> int:
         """What it needs on its device at least; 0 where that is not known."""
         needs = self.needs(new.spec, new.tokens)
         if needs is None:
-            return new.spec.options.kv_bytes
-        return fixed_bytes(new) + (new.spec.options.kv_bytes or needs[0])
+            return new.kv_bytes
+        return fixed_bytes(new) + (new.kv_bytes or needs[0])
 
 
 def fixed_bytes(holder: Holder) -> int:

@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -110,6 +110,8 @@ class Placing:
         """Predicted busy share of one of its replicas' devices, per step of the horizon."""
         self.context_tokens: Callable[[FunctionKey], float] = lambda key: 0.0
         """Of a request, as predicted; 0: not known."""
+        self.own_kv: Callable[[FunctionKey], bool] = lambda key: False
+        """Whether a function's spec says how much KV its replicas have: that is not changed."""
         self.kind_of: Callable[[FunctionKey], str] = lambda key: ""
         """Class of slots that a function needs."""
         self.room_wait_s: Callable[[str], float] = lambda kind: ROOM_WAIT_S
@@ -291,13 +293,34 @@ class Placing:
 
     # --- the memory of a device ---
 
-    def _holder(self, spec: ReplicaSpec) -> Holder:
+    def _holder(self, spec: ReplicaSpec, has_bytes: int = 0, *, yields: bool = False) -> Holder:
         key = (spec.tenant, spec.function)
         weights_bytes = self.measured.weights_bytes.get(spec.identity, 0)
-        return Holder(spec, weights_bytes, max(1.0 + self.priority(key), 0.1), self.context_tokens(key))
+        weight = max(1.0 + self.priority(key), 0.1)
+        return Holder(spec, weights_bytes, weight, self.context_tokens(key), has_bytes, yields)
+
+    def _holder_of(self, status: ReplicaStatus) -> Holder:
+        serves = status.state is ReplicaState.READY and status.kv_bytes > 0
+        yields = serves and not self.own_kv((status.spec.tenant, status.function))
+        return self._holder(status.spec, status.kv_bytes, yields=yields)
 
     def _promised_bytes(self, status: ReplicaStatus) -> int:
         return self.grants.device_bytes(self._holder(status.spec))
+
+    def holders(self, slot_id: str, kind: str, index: int) -> list[Holder]:
+        """Everybody who lives on a device, whoever is only just starting there too."""
+        return [self._holder_of(each) for each in self._fleet.on(slot_id) if place_of(each.spec) == (kind, index)]
+
+    def memory_bytes(self, slot_id: str, kind: str, index: int, holders: Sequence[Holder]) -> int:
+        """That these can have together; 0: not known."""
+        state = self._fleet.slots.get(slot_id)
+        told = state.devices if state is not None else ()
+        device = next((each for each in told if (each.kind, each.index) == (kind, index)), None)
+        if device is None:
+            return 0
+        # A machine's memory is not replicas' alone: what is free, and what those that are there have been given.
+        here_bytes = sum(self.grants.device_bytes(holder) for holder in holders)
+        return device.total_bytes if kind == CUDA else device.free_bytes + here_bytes
 
     def fitted(self, spec: ReplicaSpec, placement: Placement) -> ReplicaSpec:
         """The replica as it starts there: on which device, and with how much KV where others share that."""
@@ -314,17 +337,11 @@ class Placing:
         options = msgspec.structs.replace(spec.options, device=device)
         spec = msgspec.structs.replace(spec, options=options)
         others = [
-            self._holder(status.spec)
-            for status in self._fleet.on(placement.choice)
-            if place_of(status.spec) == (kind, index) and status.replica_id != spec.replica_id
+            each for each in self.holders(placement.choice, kind, index) if each.spec.replica_id != spec.replica_id
         ]
-        total_bytes = told.total_bytes if kind == CUDA else self._cpu_bytes(told.free_bytes, others)
+        total_bytes = self.memory_bytes(placement.choice, kind, index, others)
         kv_bytes = self.grants.grant(self._holder(spec), others, total_bytes)
         return msgspec.structs.replace(spec, options=msgspec.structs.replace(options, kv_bytes=kv_bytes))
-
-    def _cpu_bytes(self, free_bytes: int, others: list[Holder]) -> int:
-        """A machine's memory is not replicas' alone: what is free, and what those that are there have been given."""
-        return free_bytes + sum(self.grants.device_bytes(other) for other in others)
 
     def _resident(self, status: ReplicaStatus) -> Resident:
         key, in_flight = (status.spec.tenant, status.function), self.in_flight(status.replica_id)
@@ -333,13 +350,16 @@ class Placing:
         lost_s = loss_s(in_flight, RESUME_S, self.chances.get(identity, 1.0), reload_s)
         if len(self._fleet.living(key)) <= self.kept(key):
             lost_s = float("inf")
+        holder = self._holder_of(status)
+        # On CPUs memory for KV is taken as tokens come: what has not come cannot be given up.
+        least_bytes = self.grants.least_bytes(holder) if place_of(status.spec)[0] == CUDA else None
         return Resident(
             replica_id=status.replica_id,
             function=status.function,
             tenant=status.spec.tenant,
             priority=self.priority(key),
-            kv_bytes=status.spec.options.kv_bytes,
-            least_kv_bytes=status.spec.options.kv_bytes,  # an engine keeps what it was started with
+            kv_bytes=holder.kv_bytes,
+            least_kv_bytes=holder.kv_bytes if least_bytes is None else least_bytes,
             in_flight=in_flight,
             loss_s=lost_s,
             starting=status.state in _STARTING,

@@ -31,6 +31,12 @@ def scaling_families(context: AppContext) -> Iterator[Any]:
     for function, count in starting.restarts.items():
         restarts.add_metric([function], count)
     yield restarts
+    shares = CounterMetricFamily(
+        "stoker_kv_shares", "Replicas told of another share of their device's memory", labels=["change"]
+    )
+    for change, count in context.kv_sharing.told.items():
+        shares.add_metric([change], count)
+    yield shares
     refused = CounterMetricFamily(
         "stoker_load_windows_refused", "Windows of load that did not count, by reason", labels=["reason"]
     )

@@ -20,6 +20,7 @@ from control_plane.context import AppContext
 from control_plane.database import Connection, Database
 from control_plane.errors import StokerError
 from control_plane.fleet import GONE
+from control_plane.kv_sharing import LOOK_S as KV_SHARES_S
 from control_plane.load_meter import WINDOW_S
 from control_plane.moving import LOOK_S as MOVES_S
 from control_plane.placing import FRESHEN_S
@@ -105,6 +106,7 @@ class Upkeep:
             ("refresh", settings.gateway.refresh_s, self._refresh),
             ("slots", SLOTS_S, context.slot_scaling.look),
             ("moves", MOVES_S, context.moves.look),
+            ("kv_shares", KV_SHARES_S, context.kv_sharing.look),
             ("homes", FRESHEN_S, self._freshen),
             ("predicted", PREDICTED_S, context.predicted.look),
             ("preload", TELL_S, Preloading(context).look),

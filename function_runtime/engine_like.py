@@ -181,6 +181,11 @@ class EngineStats:
     preemptions: int = 0
 
 
+def kv_bytes_of(layout: KvLayout | None, stats: EngineStats) -> int:
+    """Memory for KV, in use or not."""
+    return stats.kv_total_blocks * layout.block_size * layout.nbytes_per_token if layout is not None else 0
+
+
 class EngineLike(Protocol):
     @property
     def has_work(self) -> bool: ...
@@ -203,6 +208,11 @@ class EngineLike(Protocol):
 
     def cancel(self, request_id: str) -> bool: ...
     def step(self) -> StepLike: ...
+    def resize_kv(self, kv_bytes: int) -> int:
+        """About so much memory for KV from the next step on, no less than what runs needs; what there is then. 0: this
+        engine's cannot be changed. Nothing may be exported between this and the next step."""
+        ...
+
     def export_kv(self, request_id: str, choice: int, start: int, end: int) -> memoryview:
         """A copy, contiguous, in the layout's order."""
         ...

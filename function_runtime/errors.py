@@ -33,7 +33,12 @@ class LoadError(SlotError):
 
 
 class EngineFault(SlotError):
-    pass
+    @classmethod
+    def of(cls, error: Exception) -> EngineFault:
+        """What a request is told that was there when the engine broke."""
+        if isinstance(error, EngineFault):
+            return error
+        return cls("engine_failed", f"the engine failed: {error}", retry=True)
 
 
 class PoolEntryUnknown(SlotError):

@@ -134,6 +134,9 @@ class NativeEngine:
             # The weights' own: a layer that was waited for will not come.
             raise EngineFault(error.code, str(error), retry=error.retry) from error
 
+    def resize_kv(self, kv_bytes: int) -> int:
+        return self._engine.resize_kv(kv_bytes)
+
     def export_kv(self, request_id: str, choice: int, start: int, end: int) -> memoryview:
         tensor = self._engine.export_kv(request_id, choice, start, end)
         return tensor.contiguous().flatten().view(torch.uint8).numpy().data

@@ -4,7 +4,7 @@
 
 No other thread touches the engine; helpers (KV reads and writes) hand their results over through an `Inbox`.
 A lost gateway connection stops nothing; the agent's end of its socket closing stops everything.
-Limits: a step is not interrupted, so a cancellation or a drain waits for the step under way.
+Limits: a step is not interrupted: a cancellation, a drain, another share of memory wait for the step under way.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ import msgspec
 from function_runtime.agent_channel import AgentChannel, AgentGone
 from function_runtime.beats import Beats, progress_of
 from function_runtime.clock import LifeClock, Stopwatch
-from function_runtime.engine_like import DoubtLike, EngineLike, SealedRangeLike
+from function_runtime.engine_like import DoubtLike, EngineLike, SealedRangeLike, kv_bytes_of
 from function_runtime.errors import EngineFault
 from function_runtime.gateway_link import GatewayLink
 from function_runtime.gateway_links import GatewayLinks
 from function_runtime.held import HeldRequest, HeldRequests
 from function_runtime.inbox import Inbox
+from function_runtime.kv_room import KvRoom
 from function_runtime.kv_service import KvRead, KvService
 from function_runtime.parking import Parking
 from function_runtime.protocol import (
@@ -57,7 +58,7 @@ from function_runtime.protocol import (
     Work,
     speaks,
 )
-from function_runtime.wire import AgentWord, Drain, Ping, Report, StoreToken
+from function_runtime.wire import AgentWord, Drain, Ping, Report, ResizeKv, StoreToken
 from model_loader.objects.location import TOKEN_VARIABLE
 
 FLUSH_WITHIN_S: Final = 5.0
@@ -98,6 +99,7 @@ class Serving:
         self._beats = Beats()
         self._drain: Drain | None = None
         self._drain_until_ns = 0
+        self._room = KvRoom()
         self._parking = Parking(inbox, kv, FLUSH_WITHIN_S)
         self._turn_ns = time.monotonic_ns()
         self.stages = Stopwatch()
@@ -115,6 +117,8 @@ class Serving:
             self._selector.register(item, selectors.EVENT_READ, item)
         while not self._may_end():
             self._wait()
+            if self._room.settle(self._engine, self._turn_ns):
+                self._beats.at_once()
             if self._engine.has_work:
                 self._step()
             self._beat()
@@ -173,9 +177,7 @@ class Serving:
         try:
             step = self._engine.step()
         except Exception as error:
-            now_ns = time.monotonic_ns()
-            ill = EngineFault("engine_failed", f"the engine failed: {error}", retry=True)
-            why = error if isinstance(error, EngineFault) else ill
+            now_ns, why = time.monotonic_ns(), EngineFault.of(error)
             for held in self._held.live:
                 held.fail(now_ns, why.code, why.message, retry=why.retry)
             self._links.linger()
@@ -258,7 +260,8 @@ class Serving:
                 if link.welcome:
                     link.send(self._progress_for(link, progress))
         totals = self._kv.store_totals() if self._kv is not None else StoreTotals()
-        self._agent.mention(Report(time=life, running=stats.running, waiting=stats.waiting, store=totals))
+        kv_bytes = kv_bytes_of(self._engine.kv_layout, stats)
+        self._agent.mention(Report(life, stats.running, stats.waiting, totals, kv_bytes))
         for held in self._held.expired(now_ns):
             self._settle(held, goes_on=True)  # nobody has said that it is over
 
@@ -333,9 +336,8 @@ class Serving:
                     if held.live:
                         self._cancel(held)
                     self._settle(held, goes_on=goes_on)
-            case KvKnown():
-                if self._kv is not None:
-                    self._kv.hear(message)
+            case KvKnown() if self._kv is not None:
+                self._kv.hear(message)
             case Hello():
                 link.closed = True
 
@@ -438,6 +440,8 @@ class Serving:
                 self._last_ping_ns = time.monotonic_ns()
             case StoreToken(token=token):
                 os.environ[TOKEN_VARIABLE] = token
+            case ResizeKv(kv_bytes=kv_bytes):
+                self._room.tell(kv_bytes)
             case Drain(grace_s=grace_s):
                 self._drain_until_ns = time.monotonic_ns() + int(grace_s * 1e9)
                 if self._drain is None:

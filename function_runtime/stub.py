@@ -134,6 +134,9 @@ class StubEngine:
             choice=choice, token_id=token, text=f" t{token}", finish=FinishReason.LENGTH if last else None
         )
 
+    def resize_kv(self, kv_bytes: int) -> int:
+        return 0
+
     def export_kv(self, request_id: str, choice: int, start: int, end: int) -> memoryview:
         raise EngineFault("kv_unsupported", "the stub engine has no KV", retry=False)
 

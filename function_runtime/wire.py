@@ -69,7 +69,13 @@ class StoreToken(Word, frozen=True):
     token: str
 
 
-AgentWord: TypeAlias = MapAhead | Specialise | Prepared | Ping | Drain | StoreToken
+class ResizeKv(Word, frozen=True):
+    """Its share of the device's memory for KV has become another; only told to a replica that serves."""
+
+    kv_bytes: int
+
+
+AgentWord: TypeAlias = MapAhead | Specialise | Prepared | Ping | Drain | StoreToken | ResizeKv
 
 
 # --- worker -> agent ---------------------------------------------------------------------------------------------
@@ -107,6 +113,8 @@ class Report(Word, frozen=True):
     running: int
     waiting: int
     store: StoreTotals = StoreTotals()
+    kv_bytes: int = 0
+    """Memory for KV, in use or not."""
 
 
 class Farewell(Word, frozen=True):

@@ -21,7 +21,7 @@ from typing import Final, NoReturn, Protocol
 
 from function_runtime.agent_channel import AgentChannel, AgentGone
 from function_runtime.clock import LifeClock, Stopwatch
-from function_runtime.engine_like import EngineLike
+from function_runtime.engine_like import EngineLike, kv_bytes_of
 from function_runtime.errors import EngineFault, SlotError
 from function_runtime.inbox import Inbox
 from function_runtime.kv_service import KvService
@@ -179,12 +179,11 @@ def _live(channel: AgentChannel, builder: EngineBuilder) -> int:
         channel.say(_explain(error))
         return EXIT_FAILED
     clock.become_ready()
-    layout = engine.kv_layout
     channel.say(
         Ready(
             port=listener.getsockname()[1],
             stages=tuple(watch.stages),
-            kv_bytes=engine.stats.kv_total_blocks * layout.block_size * layout.nbytes_per_token if layout else 0,
+            kv_bytes=kv_bytes_of(engine.kv_layout, engine.stats),
             max_context_tokens=engine.max_context_tokens,
         )
     )

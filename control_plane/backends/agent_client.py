@@ -110,6 +110,10 @@ class AgentClient:
         """By replica."""
         await self._call("POST", "/v1/store-tokens", msgspec.json.encode({"tokens": tokens}))
 
+    async def resize_kv(self, kv_bytes: Mapping[str, int]) -> None:
+        """By replica."""
+        await self._call("POST", "/v1/kv-shares", msgspec.json.encode({"kv_bytes": kv_bytes}))
+
     async def evict_pool(self, key: str) -> None:
         await self._call("DELETE", f"/v1/pool/{quote(key, safe='')}")
 

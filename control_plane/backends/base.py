@@ -136,6 +136,10 @@ class Backend(Protocol):
     async def renew_store(self, slot_id: str, specs: Sequence[ReplicaSpec]) -> None:
         """Newer tokens of the object store for these replicas there. Raises SlotUnavailable."""
 
+    async def resize_kv(self, slot_id: str, kv_bytes: Mapping[str, int]) -> None:
+        """Other shares of their device's memory for these replicas there; what they have then they tell. Raises
+        SlotUnavailable."""
+
     async def evict_pool(self, slot_id: str, key: str) -> None:
         """Let a prepared form go that nobody uses. Raises SlotUnavailable; SlotRefused where there is none."""
 

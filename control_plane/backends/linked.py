@@ -168,6 +168,9 @@ class LinkedSlots:
         if any(tokens.values()):
             await self._agent(slot_id).renew_store(tokens)
 
+    async def resize_kv(self, slot_id: str, kv_bytes: Mapping[str, int]) -> None:
+        await self._agent(slot_id).resize_kv(kv_bytes)
+
     async def evict_pool(self, slot_id: str, key: str) -> None:
         await self._agent(slot_id).evict_pool(key)
 

@@ -70,6 +70,8 @@ class Replica:
         self.ended_ns = 0
         self.port = 0
         self.pid = 0
+        self._kv_bytes = 0
+        """When it became ready."""
         self.landing: asyncio.Task[LoadOutcome] | None = None
         """The load under way when its checkpoint was handed out; None: it was complete."""
         self.mappable_ns = 0
@@ -140,6 +142,18 @@ class Replica:
         held_us = (time.monotonic_ns() - self.created_ns) // 1000
         return ReplicaTime(held_us=held_us, cold_us=held_us)
 
+    def serves(self, port: int, kv_bytes: int) -> None:
+        """Its worker is ready."""
+        self.port, self._kv_bytes = port, kv_bytes
+        self.ready_us = time.time_ns() // 1000
+        self.ready_ns = time.monotonic_ns()
+
+    @property
+    def kv_bytes(self) -> int:
+        """Memory it has for KV now; 0: not ready yet, or without any."""
+        report = self.worker.report if self.worker is not None else None
+        return report.kv_bytes if report is not None and report.kv_bytes else self._kv_bytes
+
     @property
     def store(self) -> StoreTotals:
         worker = self.worker
@@ -169,4 +183,5 @@ class Replica:
             exit=self.exit,
             end_reason=self.end_reason,
             memory_returned=self.memory_returned,
+            kv_bytes=0 if self.is_final else self.kv_bytes,
         )

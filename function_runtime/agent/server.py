@@ -54,6 +54,11 @@ class NewStoreTokens(msgspec.Struct, frozen=True):
     """By replica; those of replicas that are no more mean nothing."""
 
 
+class KvShares(msgspec.Struct, frozen=True):
+    kv_bytes: dict[str, int]
+    """By replica; those of replicas that do not serve mean nothing."""
+
+
 class PoolForecast(msgspec.Struct, frozen=True):
     chances: dict[str, float]
     """By checkpoint identity."""
@@ -96,6 +101,7 @@ class AgentServer:
             web.post("/v1/warm", self.set_warm),
             web.post("/v1/pool/warm", self.warm_pool),
             web.post("/v1/store-tokens", self.renew_store),
+            web.post("/v1/kv-shares", self.resize_kv),
             web.post("/v1/pool/forecast", self.expect),
             web.get(POOL_ENTRY, self.read_entry),
             web.get(POOL_BYTES, self.read_bytes),
@@ -201,6 +207,12 @@ class AgentServer:
     async def renew_store(self, request: web.Request) -> web.Response:
         given = await _body(request, NewStoreTokens)
         return _json({"taken": self._slot.renew_store(given.tokens)})
+
+    async def resize_kv(self, request: web.Request) -> web.Response:
+        given = await _body(request, KvShares)
+        if any(share <= 0 for share in given.kv_bytes.values()):
+            raise SpecError("a share of KV memory must be above 0")
+        return _json({"taken": self._slot.resize_kv(given.kv_bytes)})
 
     async def expect(self, request: web.Request) -> web.Response:
         forecast = await _body(request, PoolForecast)

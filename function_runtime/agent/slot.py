@@ -40,7 +40,7 @@ from function_runtime.protocol import (
     SlotEvent,
     SlotState,
 )
-from function_runtime.wire import Drain, LoadFailed, Prepared, Specialise, StoreToken
+from function_runtime.wire import Drain, LoadFailed, Prepared, ResizeKv, Specialise, StoreToken
 from model_loader.errors import LoaderError
 from model_loader.load_order import LoadOutcome
 
@@ -136,6 +136,16 @@ class Slot:
                 replica.worker.say(StoreToken(token=token))
                 taken += 1
         return taken
+
+    def resize_kv(self, kv_bytes: Mapping[str, int]) -> int:
+        """Shares of their device's memory, by replica; how many serve and were told."""
+        told = 0
+        for replica_id, share in kv_bytes.items():
+            replica = self._replicas.get(replica_id)
+            if replica is not None and replica.state is ReplicaState.READY and replica.worker is not None:
+                replica.worker.say(ResizeKv(kv_bytes=share))
+                told += 1
+        return told
 
     def _with_own_manifest(self, spec: ReplicaSpec) -> ReplicaSpec:
         if not spec.manifest_sha256:
@@ -295,9 +305,8 @@ class Slot:
                     await replica.landing
             raise LoadError(answer.code, answer.message, retry=answer.retry)
         replica.stages.extend(answer.stages)
-        replica.port = answer.port
-        replica.ready_us = time.time_ns() // 1000
-        replica.ready_ns = time.monotonic_ns()
+        replica.serves(answer.port, answer.kv_bytes)
+        worker.on_kv = replica.changed
         replica.go(ReplicaState.READY)
 
     async def _finish(self, replica: Replica) -> None:

@@ -52,6 +52,8 @@ class WorkerProcess:
         self.gone: asyncio.Future[str] = loop.create_future()
         """Resolves with the exit when the process was reaped and everything it said was read."""
         self.on_warm: Callable[[], None] = _nothing
+        self.on_kv: Callable[[], None] = _nothing
+        """Told of a report that names another amount of KV memory than the last one."""
         self._socket = connection
         self._children = children
         self._buffer = bytearray()
@@ -134,7 +136,9 @@ class WorkerProcess:
             case Ready() | LoadFailed():
                 _resolve(self.ready, word)
             case Report():
-                self.report = word
+                before, self.report = self.report, word
+                if before is not None and before.kv_bytes != word.kv_bytes:
+                    self.on_kv()
             case Farewell():
                 self.farewell = word
                 self.farewell_ns = self.heard_ns

@@ -26,15 +26,19 @@ class Bounds:
     total_blocks: int
 
 
+def needed_blocks(prompt: int, limit: int, n: int) -> int:
+    """Of a request alone. NOTE: one block more than it needs by itself, so that alone it always fits and preemption
+    ends."""
+    return prompt // BLOCK_SIZE + n * (blocks_for(prompt + limit) - prompt // BLOCK_SIZE) + 2
+
+
 def admit(work: Work, arrival: int, bounds: Bounds, tokenizer: Tokenizer) -> Request:
     prompt = len(work.prompt)
     _check_prompt(work, bounds)
     _check_sampling(work.sampling, bounds)
     limit = min(work.sampling.max_tokens, bounds.max_context - prompt)
     n = work.sampling.n
-    own = blocks_for(prompt + limit) - prompt // BLOCK_SIZE
-    # NOTE: one block more than the request needs by itself, so that alone it always fits and preemption ends.
-    needed = prompt // BLOCK_SIZE + n * own + 2
+    needed = needed_blocks(prompt, limit, n)
     if needed > bounds.total_blocks:
         raise ContextExceeded(
             f"{prompt} prompt tokens and {n} x {limit} generated tokens need {needed} KV blocks, this replica has "

@@ -2,15 +2,16 @@
 
 A block is held by a count of choices; a complete block may be published under its chain hash, beside others of the same
 tokens that were computed in other passes: a prefix is found whole or not at all as one request computed it. A block
-nobody holds is free, or, if published, kept for its prefix until it is needed (least recently used first). Limits:
-numbers only, the memory itself is in `kv_cache`; a published block never changes; `WAYS` blocks for the same tokens.
+nobody holds is free, or, if published, kept for its prefix until it is needed (least recently used first). There may
+be more or fewer of them from a moment on (`numbers_within`, then `renumber`). Limits: numbers only, the memory itself
+is in `kv_cache`; a published block never changes; `WAYS` blocks for the same tokens.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from function_runtime.passes import NONE, Passes
@@ -139,6 +140,38 @@ class BlockPool:
     def idle_among(self, blocks: Iterable[int]) -> int:
         """How many of these are counted in `available`: holding them makes it smaller."""
         return sum(1 for block in blocks if block in self._idle)
+
+    # --- more of them, or fewer ---------------------------------------------------------------------------------------
+
+    def numbers_within(self, total: int) -> dict[int, int]:
+        """What every block that is held or published would be called if there were so many: those beyond the end take
+        free numbers, all others keep theirs. Prefixes that nobody holds are given up where they would not fit."""
+        if total < self.used:
+            raise RuntimeError(f"{self.used} blocks are held, {total} are too few")
+        while self.total - self._free_count > total:
+            block, _ = self._idle.popitem(last=False)
+            self._withdraw(block)
+            self._give_back(block)
+        taken = [block for block in range(self.total) if not self._is_free[block]]
+        free = (block for block in range(min(total, self.total)) if self._is_free[block])
+        return {block: block if block < total else next(free) for block in taken}
+
+    def renumber(self, total: int, numbers: Mapping[int, int]) -> None:
+        """From now on there are so many, called as `numbers_within` has said."""
+        holders = [0] * total
+        self._is_free = bytearray(b"\x01" * total)
+        for before, now in numbers.items():
+            holders[now] = self._holders[before]
+            self._is_free[now] = 0
+        self._holders, self.total = holders, total
+        self._name_of = {numbers[block]: name for block, name in self._name_of.items()}
+        self._block_of = {
+            chain: {passes: numbers[block] for passes, block in ways.items()} for chain, ways in self._block_of.items()
+        }
+        self._idle = OrderedDict((numbers[block], None) for block in self._idle)
+        self._free = [block for block in range(total) if self._is_free[block]]  # in order, so that it is a heap
+        self._in_heap = bytearray(self._is_free)
+        self._free_count = len(self._free)
 
     def _lowest(self) -> int:
         while True:

@@ -42,6 +42,7 @@ from function_runtime.engine.output import (
 from function_runtime.engine.prefix import Chain
 from function_runtime.engine.receiving import Receiver
 from function_runtime.engine.request import Choice, Phase, Request
+from function_runtime.engine.resizing import fitting_blocks, resize
 from function_runtime.engine.restoring import Gate, Pieces, Race
 from function_runtime.engine.resume import Usable, admitted, check_restored, usable
 from function_runtime.engine.scheduler import Schedule, Scheduler
@@ -241,6 +242,18 @@ class Engine:
             return ()
         held = [choice for choice in request.choices if choice.blocks]
         return tuple(sealed for choice in held for sealed in sealing.tail(request, choice))
+
+    def resize_kv(self, kv_bytes: int) -> int:
+        """About so much KV from now on (`resizing`), in bytes; nothing more of the last step can be exported."""
+        self._release_retired()
+        self._parting = {}
+        requests = self._requests.values()
+        blocks = fitting_blocks(self._cache, self._pool, requests, kv_bytes, self.max_context)
+        if blocks != self._pool.total and self._receiver.gate is None:
+            self.shadow.make_way()
+            resize(self._cache, self._pool, requests, blocks)
+            self._bounds = replace(self._bounds, total_blocks=self._pool.total)
+        return self._pool.total * self._cache.block_bytes
 
     # --- a step ---------------------------------------------------------------------------------------------------
 

@@ -173,6 +173,9 @@ class ReplicaStatus(Value, frozen=True):
     end_reason: str = ""
     memory_returned: bool | None = None
     """After the end: the process is gone and the slot's own baseline was reached again."""
+    kv_bytes: int = 0
+    """Memory it has for KV now. 0: none, not ready yet, or an agent that does not tell, and whose replicas keep what
+    they were started with."""
 
 
 class PoolEntry(Value, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,6 +77,34 @@ def test_what_a_spec_says_itself_is_kept_and_a_cpu_is_its_engines_until_it_is_sh
     assert book.grant(Holder(spec(device="cpu"), GB), [Holder(spec("other", "cpu"), GB)], 80 * GB) > 0
 
 
+def test_who_has_more_than_its_part_gives_up_what_the_next_one_needs_and_no_more() -> None:
+    book = grants()
+    first = Holder(spec("one", max_requests=4096), 10 * GB, tokens=16_384, has_bytes=60 * GB, yields=True)
+    second = Holder(spec("two", max_requests=4096), 10 * GB, tokens=16_384)
+    least, _ = book.needs(second.spec) or (0, 0)
+    together = int(80 * GB * (1 - HEADROOM)) - 2 * (10 * GB + CUDA_CONTEXT_BYTES)
+    given = book.grant(second, [first], 80 * GB)
+    assert given == pytest.approx(together / 2, rel=1e-3), "alike, they get the same"
+    started = replace(second, has_bytes=given)
+    shares = book.shares([first, started], 80 * GB)
+    assert shares.keys() == {"one"}, "who is starting has what it was granted"
+    assert least < shares["one"] <= together - given
+    small = Holder(spec("two", kv_bytes=GB), 2 * GB)
+    assert book.shares([first, small], 80 * GB)["one"] >= 60 * GB, "there is room beside it"
+
+
+def test_what_cannot_be_changed_or_is_not_known_is_left_alone() -> None:
+    book = grants()
+    fixed = Holder(spec("fixed", kv_bytes=30 * GB), 10 * GB)
+    yields = Holder(spec("yields", max_requests=4096), 10 * GB, tokens=16_384, has_bytes=2 * GB, yields=True)
+    unknown = Holder(msgspec.structs.replace(spec("unknown"), identity="?"), GB, has_bytes=GB, yields=True)
+    shares = book.shares([fixed, yields, unknown], 80 * GB)
+    assert shares.keys() == {"yields"}
+    left = int(80 * GB * (1 - HEADROOM)) - 30 * GB - GB - 21 * GB - 3 * CUDA_CONTEXT_BYTES
+    assert shares["yields"] == pytest.approx(left, rel=1e-6)
+    assert book.shares([fixed, yields], 20 * GB) == {}, "what nobody can explain is nobody's to divide"
+
+
 # --- where it starts ---
 
 
@@ -144,6 +173,23 @@ def test_a_slot_that_tells_of_no_devices_has_one() -> None:
     assert placement is None, "a gigabyte is free"
     placement, started = site.place(spec("new", "cpu"))
     assert placement is not None and started == spec("new", "cpu")
+
+
+def test_room_that_others_can_give_up_is_room() -> None:
+    site = Site()
+    (old,) = site.there
+    site.there = [msgspec.structs.replace(old, kv_bytes=50 * GB)]
+    other = ReplicaStatus("busy", "fn", 1, ReplicaState.READY, spec("busy", "cuda:1", kv_bytes=78 * GB))
+    site.there.append(other)
+    site.slots["s"] = msgspec.structs.replace(
+        site.slots["s"], devices=(*site.slots["s"].devices[:2], DeviceState("cuda", 1, 80 * GB, GB))
+    )
+    site.placing.grants._shapes["model"] = KvShape(16 * VALUES, 32_768)
+    placement, started = site.place(spec("new"))
+    assert placement is not None and placement.devices == (0,) and started.options.device == "cuda:0"
+    site.placing.own_kv = lambda key: True
+    site.placing.changed("s")
+    assert site.place(spec("new"))[0] is None, "its own spec says what it has"
 
 
 async def test_shapes_are_read_from_manifests_beside_the_loop(tmp_path: Path, checkpoint: tuple[str, str, str]) -> None:

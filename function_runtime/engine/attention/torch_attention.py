@@ -108,7 +108,7 @@ class TorchAttention:
             blocks += [table[0]] * (width - len(table))
         limits = torch.tensor(lengths).unsqueeze(1)
         visible = torch.arange(width * size).unsqueeze(0) < limits
-        mask = torch.zeros(visible.shape, dtype=self._cache.memory.dtype).masked_fill_(~visible, -torch.inf)
+        mask = torch.zeros(visible.shape, dtype=self._cache.dtype).masked_fill_(~visible, -torch.inf)
         rows_of = (heads + torch.tensor(blocks)).flatten()
         return DecodeGroup(first, last, width * size, rows_of, 0, mask.view(1, len(lengths), 1, -1))
 

@@ -259,6 +259,9 @@ class FixedSlots:
     async def renew_store(self, slot_id: str, specs: Sequence[ReplicaSpec]) -> None:
         return
 
+    async def resize_kv(self, slot_id: str, kv_bytes: Mapping[str, int]) -> None:
+        return
+
     async def remove_slot(self, slot_id: str) -> None:
         raise SlotUnavailable("this slot stays")
 

@@ -167,10 +167,11 @@ def test_logits_that_are_no_numbers_fail_the_request_and_spare_the_others(llama2
     healthy = driver.submit(work)
     driver.step()
     block = engine._requests["poisoned"].choices[0].blocks[0]
-    engine._cache.memory[:, :, :, block] = float("nan")
+    for layer in engine._cache.layers:
+        layer[:, :, block] = float("nan")
     driver.run()
     assert isinstance(poisoned.error, NumericError) and poisoned.error.code == "engine_numeric_error"
     assert len(poisoned.events) == 1
     assert healthy.tokens() == run_one(llama2.engine(), work).tokens()
-    assert not engine._cache.memory.isnan().any()
+    assert not any(layer.isnan().any() for layer in engine._cache.layers)
     assert not run_one(engine, make_work(llama2.prompt(20), max_tokens=2)).error

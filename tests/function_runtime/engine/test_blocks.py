@@ -64,12 +64,26 @@ class Pool(RuleBasedStateMachine):
         self.pool.forget(self.content.pop(chain))
         assert self.pool.find([chain], 16)[0] == []
 
+    @rule(more=st.integers(0, 2 * TOTAL))
+    def resize(self, more: int) -> None:
+        total = max(self.pool.used + more, 1)
+        numbers = self.pool.numbers_within(total)
+        assert len(set(numbers.values())) == len(numbers) and all(number < total for number in numbers.values())
+        self.pool.renumber(total, numbers)
+        self.tables = [[numbers[block] for block in table] for table in self.tables]
+        held = {block for table in self.tables for block in table}
+        kept = {chain: numbers[block] for chain, block in self.content.items() if block in numbers}
+        given_up = self.content.keys() - kept.keys()
+        assert all(self.pool.find([chain], 16)[0] == [] for chain in given_up)
+        assert not given_up or len(held | set(kept.values())) == total, "nothing is given up for which there is room"
+        self.content = kept
+
     @invariant()
     def every_block_is_held_or_available(self) -> None:
         held = {block for table in self.tables for block in table}
         assert self.pool.used == len(held)
-        assert len(self.pool._free) <= TOTAL
-        for block in range(TOTAL):
+        assert len(self.pool._free) <= self.pool.total
+        for block in range(self.pool.total):
             assert self.pool.holders(block) == sum(table.count(block) for table in self.tables)
         for chain, block in self.content.items():
             assert self.pool.find([chain], 16)[0] == [block]

@@ -467,3 +467,24 @@ def test_without_a_usable_answer_a_prompt_is_computed(
         assert accepted.loaded_tokens in (0, 32)
         assert [event for _, event in link.tokens(again)] == known
     end(native_agent, status)
+
+
+def test_a_replica_goes_on_byte_for_byte_with_another_share_of_its_device(
+    native_agent: AgentProcess, tiny_model: TinyModel, sampling: dict[str, Any]
+) -> None:
+    status = native_agent.ready(tiny_model.spec())
+    assert status.kv_bytes == 64 << 20
+    with native_agent.connect(status) as link:
+        whole = undisturbed(link, sampling)
+        request = link.submit(request_of(sampling, write_kv=False))
+        for tokens, share in ((10, 8 << 20), (30, 48 << 20)):
+            while len(link.tokens(request)) < tokens:
+                link.next(Tokens)
+            native_agent.call("POST", "/v1/kv-shares", {"kv_bytes": {status.replica_id: share}})
+            wait_for(lambda: native_agent.replica(status.replica_id).kv_bytes != 64 << 20, 20, "another share")
+        assert isinstance(link.outcome(request), Finished)
+        assert [event for _, event in link.tokens(request)] == whole
+    wait_for(lambda: native_agent.replica(status.replica_id).kv_bytes == 48 << 20, 20, "the last share")
+    with pytest.raises(AgentError):
+        native_agent.call("POST", "/v1/kv-shares", {"kv_bytes": {status.replica_id: 0}})
+    end(native_agent, status)
