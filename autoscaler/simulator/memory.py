@@ -33,6 +33,8 @@ class Memory:
         self._gaps = 0
         self._fed_s = 0.0
         """On the simulation's clock: up to here everything is in the history."""
+        self._blind_s = float("-inf")
+        """Until then the wall clock was being set."""
         self._prompt_tokens = self._output_tokens = 0
         self.prompt_tokens = 0.0
         """Mean of the last requests'."""
@@ -93,8 +95,17 @@ class Memory:
         self._fed_s = until_s
         gaps: Sequence[float] = view.gaps_s
         for number in range(max(self._gaps, len(gaps) - 512), len(gaps)):
-            self._gap(view.gap_starts_s[number], gaps[number])
+            if view.gap_starts_s[number] >= self._blind_s:
+                self._gap(view.gap_starts_s[number], gaps[number])
         self._gaps = len(gaps)
+
+    def set_clock(self, by_s: float, now_s: float) -> None:
+        """The wall clock was set by whole windows. As live, the window in which it was is not told of, nor is a gap
+        that reaches over it, and what an earlier clock had shown of the time ahead goes."""
+        self._epoch_s += by_s
+        self._fed_s = self._blind_s = _floor(now_s) + FINE_S
+        if by_s < 0:
+            self.history.forget_after(_floor(now_s) + self._epoch_s)
 
     def _gap(self, start_s: float, length_s: float) -> None:
         self.history.note_gap(start_s + self._epoch_s, length_s)

@@ -63,18 +63,29 @@ class _Known:
     start_high_s: float = 0.0
     lined: tuple[float, int, int, Line] | None = None
     """When places were last lined up, with how many ready and starting replicas."""
+    epoch_s: float = 0.0
+    """What its wall clock is ahead of the simulation's."""
+    clock_set: int = 0
+    """How often it was set."""
 
 
 class Stoker(Asked):
     def __init__(
-        self, *, forecasts: bool = True, refit_s: float = REFIT_S, restarts_per_hour: float | None = None
+        self,
+        *,
+        forecasts: bool = True,
+        refit_s: float = REFIT_S,
+        restarts_per_hour: float | None = None,
+        clock_steps: Sequence[tuple[float, float]] = (),
     ) -> None:
+        """`clock_steps`: from when on the wall clock is by how much ahead of where it was (behind: negative)."""
         self.name = "stoker" if forecasts else "stoker:reactive"
         self.reasons: dict[Reason, int] = {}
         """Decisions by reason."""
         self._forecasts = forecasts
         self._refit_s = refit_s
         self._restarts_per_hour = restarts_per_hour
+        self._clock_steps = clock_steps
         self._known: list[_Known] = []
         self._epoch_s = self._begin_s = 0.0
 
@@ -94,7 +105,7 @@ class Stoker(Asked):
             )
             memory = Memory(function.service, workload.epoch_s)
             memory.learn(workload, index, now_s)
-            known = _Known(function, spec, memory, None)
+            known = _Known(function, spec, memory, None, epoch_s=self._epoch_s)
             known.gaps_s.extend(memory.history.gaps_s[-GAPS_KEPT:].tolist())
             self._measure_starts(known, ())
             if self._forecasts:
@@ -236,16 +247,22 @@ class Stoker(Asked):
     def _refit(self, known: _Known, view: View, now_s: float) -> None:
         assert known.choosing is not None
         known.memory.feed(view, now_s)
+        for at_s, by_s in self._clock_steps[known.clock_set :]:
+            if at_s > now_s:
+                break
+            known.memory.set_clock(by_s, now_s)
+            known.epoch_s += by_s
+            known.clock_set += 1
         idle_since_s = view.idle_since_s
         said = known.choosing.refit(
             known.memory.history,
-            now_s + self._epoch_s,
+            now_s + known.epoch_s,
             self._costs(known),
-            idle_since_s=None if idle_since_s is None else idle_since_s + self._epoch_s,
+            idle_since_s=None if idle_since_s is None else idle_since_s + known.epoch_s,
             places=self._places(known),
             waited=known.waiters.mean,
         )
-        known.forecast = said.moved(-self._epoch_s)
+        known.forecast = said.moved(-known.epoch_s)
         known.fitted_s = now_s
 
     def _costs(self, known: _Known) -> Costs:

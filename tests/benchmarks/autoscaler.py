@@ -89,7 +89,17 @@ class Job:
         return (self.load, self.policy, self.weight)
 
 
+SET_CLOCK = "stoker:set clock"
+CLOCK_STEPS = tuple(
+    (6 * 3600.0 * (number + 1), by_s)
+    for number, by_s in enumerate((600.0, -600.0, 3600.0, -3600.0, -7200.0, 10.0, -10.0, DAY_S, -DAY_S, 7200.0) * 4)
+)
+"""Four times a day, in whole windows."""
+
+
 def policy_of(told: str, workload: Workload) -> Policy:
+    if told == SET_CLOCK:
+        return Stoker(refit_s=REFIT_S, clock_steps=CLOCK_STEPS)
     if told.startswith("stoker"):
         return Stoker(forecasts=told != "stoker:reactive", refit_s=REFIT_S)
     return peer(told, workload)
@@ -326,6 +336,8 @@ def misleading(kind: str, days: float) -> Workload:
     if kind == "phase flips":
         night = (regular // 43_200 % 2 == 0) == half  # calls by day, then by night
         arrival_s = regular[night]
+    elif kind == "clock steps":
+        arrival_s = regular[regular % 3600 < 1800]  # half of each hour, by a clock that is set four times a day
     elif kind == "silence":
         arrival_s = regular[half]
     elif kind == "spikes":
@@ -343,7 +355,11 @@ def misleading(kind: str, days: float) -> Workload:
     )
 
 
-KINDS = ("phase flips", "silence", "spikes", "growing gaps")
+KINDS = ("phase flips", "silence", "spikes", "growing gaps", "clock steps")
+
+
+def _misled(kind: str) -> str:
+    return SET_CLOCK if kind == "clock steps" else "stoker"
 
 
 def compare_misleading(quick: bool) -> tuple[bool, dict[str, Any]]:
@@ -352,13 +368,14 @@ def compare_misleading(quick: bool) -> tuple[bool, dict[str, Any]]:
     for kind in KINDS:
         _LOADS[kind] = Load(kind, misleading(kind, days), days * DAY_S, ())
         for weight in WEIGHTS:
-            jobs += [Job(kind, told, weight, 0.0, 0.0, days * DAY_S) for told in ("stoker", "stoker:reactive")]
+            jobs += [Job(kind, told, weight, 0.0, 0.0, days * DAY_S) for told in (_misled(kind), "stoker:reactive")]
     found = run_all(jobs)
     rows, holds, results = [], True, {}
     for kind in KINDS:
         function = _LOADS[kind].workload.functions[0]
         for weight in WEIGHTS:
-            ours, reactive = (found[kind, told, weight]["objective"][weight] for told in ("stoker", "stoker:reactive"))
+            told = (_misled(kind), "stoker:reactive")
+            ours, reactive = (found[kind, each, weight]["objective"][weight] for each in told)
             start_s = function.starts.expected_s() or 0.0
             credit = STARTS * Costs(start_s, function.devices, weight).of_start() + SHARE * max(reactive, 0.0)
             held = ours - reactive <= credit

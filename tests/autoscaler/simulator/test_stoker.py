@@ -7,6 +7,8 @@ import random
 import numpy as np
 import pytest
 
+from autoscaler.forecast import Costs
+from autoscaler.forecasting.credit import SHARE, STARTS
 from autoscaler.simulator.cluster import Cluster
 from autoscaler.simulator.engine import simulate
 from autoscaler.simulator.memory import Memory
@@ -48,6 +50,33 @@ def test_every_request_is_answered_and_no_start_is_given_up(forecasts: bool) -> 
     assert not np.isnan(result.first_token_s).any()
     assert result.total("stopped_before_ready") == 0
     assert result.total("requests") == len(requests)
+
+
+@pytest.mark.parametrize("weight", [1.0, 10.0, 100.0])
+def test_a_wall_clock_that_is_set_forth_and_back_costs_no_more_than_the_stated_credit(weight: float) -> None:
+    calls = [each for each in every(60.0, 11 * HOUR_S) if each[0] % HOUR_S < HOUR_S / 2]
+    by_s = (600.0, -600.0, HOUR_S, -HOUR_S, -2 * HOUR_S, 10.0, -10.0, 24 * HOUR_S, -24 * HOUR_S, 2 * HOUR_S)
+    steps = tuple((HOUR_S * hour + 1234.0, each) for hour, each in enumerate(by_s))
+    misled, reactive = Stoker(clock_steps=steps), Stoker(forecasts=False)
+    ours, without = (
+        simulate(make_workload(calls), ONE, policy, 0, Prices(weight)).objective(weight)
+        for policy in (misled, reactive)
+    )
+    assert misled._known[0].clock_set == len(steps) and misled._known[0].epoch_s == 0.0
+    start = Costs(misled._known[0].start_s, 1, weight).of_start()
+    assert ours - without <= STARTS * start + SHARE * max(without, 0.0)
+
+
+def test_what_was_seen_before_the_clock_was_set_is_where_it_was() -> None:
+    policy = Stoker(clock_steps=((2 * HOUR_S, HOUR_S), (3 * HOUR_S, -2 * HOUR_S)))
+    simulate(make_workload(every(60.0, 3.9 * HOUR_S)), ONE, policy, 0, Prices(10.0))
+    history = policy._known[0].memory.history
+    starts_s, arrivals = history.arrivals(600, 0.0, 5 * HOUR_S)
+    seen = {start_s / HOUR_S: count for start_s, count in zip(starts_s.tolist(), arrivals.tolist(), strict=True)}
+    assert seen[1.0] == 10
+    assert all(np.isnan(count) for hour, count in seen.items() if hour > 3.0), "it was never so late"
+    gaps = dict(history.gaps_after(0.0))
+    assert gaps and max(gaps.values()) < 60.0, "no gap reaches over a clock that was set"
 
 
 def test_a_queue_that_costs_more_than_a_replica_gets_one() -> None:
