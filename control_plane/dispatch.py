@@ -273,7 +273,7 @@ class Dispatcher:
             return
         self.service_times.beat(seat, said)
         if seat.in_flight:
-            self.load.memory(seat, said.kv_used_blocks, said.kv_total_blocks)
+            self.load.memory(seat, said.kv_used_blocks, said.kv_total_blocks, said.waiting)
         if seat.others != said.others:
             left, seat.others = said.others < seat.others, said.others
             if left:
@@ -356,6 +356,7 @@ class Dispatcher:
         """A replica takes requests now. `held`: requests it runs already, with their epochs, to attach to."""
         lane = self.lanes.of(seat.key, seat.identity)
         lane.seats[seat.replica_id] = seat
+        seat.moved = self.load.seated
         self._links[seat.link] = seat
         for request, epoch in held:
             request.epoch = epoch

@@ -44,6 +44,7 @@ class Seat:
         "key",
         "link",
         "max_requests",
+        "moved",
         "others",
         "prefixes",
         "replica_id",
@@ -75,6 +76,8 @@ class Seat:
         self.prefixes = Prefixes()
         self.accepting = True
         self.since_s = time.monotonic()
+        self.moved: Callable[[Seat, LiveRequest, bool], None] = lambda seat, request, taken: None
+        """Told of a request that was given to it, or leaves it."""
 
     @property
     def has_room(self) -> bool:
@@ -92,11 +95,13 @@ class Seat:
         self.in_flight[request.request_id] = request
         self.prefixes.note(chain_of(request.origin.prompt))
         request.seat = self
+        self.moved(self, request, True)
         self.link.set_busy(True)
 
     def leave(self, request: LiveRequest) -> None:
         if self.in_flight.get(request.request_id) is request:
             del self.in_flight[request.request_id]
+            self.moved(self, request, False)
         if request.seat is self:
             request.seat = None
         if not self.in_flight:

@@ -1,6 +1,7 @@
-"""What comes to this gateway and what becomes of it, per function, in windows of ten seconds.
+"""What comes to this gateway and what becomes of it, per function and per slot, in windows of ten seconds.
 
-The dispatcher tells it of arrivals, first tokens, ends and every change of demand; `close` gives the windows that are
+The dispatcher tells it of arrivals, first tokens, ends and every change of demand, and what is given to a slot's
+replicas and leaves them; `close` gives the windows that are
 over, which stay until the leader of the control loop has them. Windows begin at multiples of their length on the wall
 clock, so that those of several gateways are the same; within one, time is the monotonic clock's.
 Limits: a window in which the wall clock jumped is not told of; nor are windows older than `KEPT` that nobody heard.
@@ -15,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from control_plane.load_windows import STORED, ClosedWindow, FunctionWindow
+from control_plane.load_windows import SLOTS, STORED, ClosedWindow, FunctionWindow
 
 if TYPE_CHECKING:
     from control_plane.lanes import Lane, Seat
@@ -119,6 +120,8 @@ class LoadMeter:
         self._recent: dict[FunctionKey, Recent] = {}
         self._counted: dict[str, int] = {}
         """Tokens of live requests that earlier windows have counted."""
+        self._counted_there: dict[str, tuple[int, int]] = {}
+        """Of those that run on a slot: tokens there were when they came to it, and that its windows have counted."""
         self.objective_s: dict[FunctionKey, float] = {}
         """Of the first token, where a function has one."""
         self.clock_jumps = 0
@@ -149,14 +152,16 @@ class LoadMeter:
         known = window.levels.get(lane.identity, (0, 0))
         if known == (waiting, demand):
             return
-        now_s = self._monotonic()
-        self._count_up(window, now_s)
-        before = window.demand
         if demand:
             window.levels[lane.identity] = (waiting, demand)
         else:
             window.levels.pop(lane.identity, None)
-        window.demand += demand - known[1]
+        self._moved(window, demand - known[1])
+
+    def _moved(self, window: _Open, change: int) -> None:
+        now_s, before = self._monotonic(), window.demand
+        self._count_up(window, now_s)
+        window.demand += change
         self._note_peaks(window)
         if before == 0 and window.demand > 0:
             window.active_since_s = now_s
@@ -196,9 +201,10 @@ class LoadMeter:
     def first_token(self, request: LiveRequest) -> None:
         seconds = (time.monotonic_ns() - request.accept_ns) / 1e9
         window = self._of(request.origin.key)
-        window.first_token_s_sum += seconds
-        window.first_token_count += 1
-        window.first_token_s_max = max(window.first_token_s_max, seconds)
+        for each in (window, *self._there(request.seat)):
+            each.first_token_s_sum += seconds
+            each.first_token_count += 1
+            each.first_token_s_max = max(each.first_token_s_max, seconds)
         if not request.stages.cold_start_us:
             self.recent(request.origin.key).first_tokens.append((self._monotonic(), seconds))
         objective_s = self.objective_s.get(request.origin.key)
@@ -220,11 +226,42 @@ class LoadMeter:
             window.token_count += 1
             self.recent(request.origin.key).tokens.append((self._monotonic(), token_s))
 
-    def memory(self, seat: Seat, used: int, total: int) -> None:
-        """Blocks of KV that a replica has in use."""
-        if total > 0:
-            window = self._of(seat.key)
-            window.kv_used_share = max(window.kv_used_share, used / total)
+    def memory(self, seat: Seat, used: int, total: int, waiting: int = 0) -> None:
+        """Blocks of KV that a replica has in use, and how many of its requests wait for some."""
+        for window in (self._of(seat.key), *self._there(seat)):
+            if total > 0:
+                window.kv_used_share = max(window.kv_used_share, used / total)
+        for window in self._there(seat):
+            window.peak_queue = max(window.peak_queue, waiting)
+
+    # --- slots ---
+
+    def _there(self, seat: Seat | None) -> tuple[_Open, ...]:
+        """The window of a seat's slot, if it is known."""
+        return (self._of((SLOTS, seat.slot_id)),) if seat is not None and seat.slot_id else ()
+
+    def seated(self, seat: Seat, request: LiveRequest, taken: bool) -> None:
+        """A request was given to a replica, or has left it."""
+        for window in self._there(seat):
+            if taken:
+                window.arrivals += 1
+                window.prompt_tokens += len(request.origin.prompt)
+                self._counted_there[request.request_id] = request.received, request.received
+            else:
+                self._count_tokens_there(window, request)
+                made = request.received - self._counted_there.pop(request.request_id)[0]
+                if made:
+                    window.ended += 1
+                    window.service_s_sum += (time.monotonic_ns() - request.submit_ns) / 1e9
+                if made > 1 and request.attempt_first:
+                    window.token_s_sum += (request.last_token_ns - request.attempt_first) / 1e9 / (made - 1)
+                    window.token_count += 1
+            self._moved(window, 1 if taken else -1)
+
+    def _count_tokens_there(self, window: _Open, request: LiveRequest) -> None:
+        began, counted = self._counted_there.get(request.request_id, (request.received, request.received))
+        window.output_tokens += max(request.received - counted, 0)
+        self._counted_there[request.request_id] = began, request.received
 
     # --- windows ---
 
@@ -267,6 +304,8 @@ class LoadMeter:
 
     def _count_tokens(self, request: LiveRequest) -> None:
         """Of a request that runs: what it has made within this window."""
+        for there in self._there(request.seat):
+            self._count_tokens_there(there, request)
         counted = self._counted.get(request.request_id, 0)
         if request.received > counted:
             self._of(request.origin.key).output_tokens += request.received - counted

@@ -1,6 +1,7 @@
 """Load and start times in the database: what a leader writes down, and what one that begins finds.
 
-    load_windows    what happened to a function within 60 s (with its windows of 10 s) or 600 s; quiet ones take no row
+    load_windows    what happened to a function within 60 s (with its windows of 10 s) or 600 s; quiet ones take no row.
+                    What ran on a slot: likewise, under no tenant and the slot's name
     load_observed   from when to when a leader watched all gateways
     start_times     the last measured stages of a function's starts
 
@@ -16,6 +17,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from control_plane.database import Connection, Database
+from control_plane.load_windows import SLOTS
 
 FunctionKey: TypeAlias = tuple[str, str]
 Values: TypeAlias = tuple[float, ...]
@@ -36,6 +38,7 @@ SELECT length_s, start_s, data FROM load_windows
 WHERE tenant = :tenant AND function = :function AND start_s >= :since
 AND (length_s = :minute AND start_s >= :boundary OR length_s = :coarse AND start_s < :boundary)
 ORDER BY start_s, gateway"""
+_SLOTS_READ: Final = "SELECT DISTINCT function FROM load_windows WHERE tenant = :tenant AND start_s >= :since"
 _WRITE_SPAN: Final = """
 INSERT INTO load_observed (gateway, since_s, until_s) VALUES (:gateway, :since_s, :until_s)
 ON CONFLICT (gateway, since_s) DO UPDATE SET until_s = excluded.until_s"""
@@ -108,6 +111,14 @@ class LoadStore:
             except msgspec.MsgspecError:
                 continue  # of a version to come, or damaged: that window was not seen
         return found
+
+    async def slots(self, since_s: float) -> list[str]:
+        """Those on which anything has run since."""
+
+        def run(connection: Connection) -> list[Any]:
+            return connection.execute(_SLOTS_READ, {"tenant": SLOTS, "since": round(since_s)}).fetchall()
+
+        return [slot_id for (slot_id,) in await self._database.read(run)]
 
     async def spans(self, since_s: float) -> list[tuple[float, float]]:
         def run(connection: Connection) -> list[Any]:

@@ -1,7 +1,7 @@
 """Windows of load on their way: from a gateway to the leader, and into the database.
 
-A `ClosedWindow` is ten seconds of one gateway: what came to each function there, the quiet ones left out. Limits:
-values only; `autoscaler.windows` gives them their meaning.
+A `ClosedWindow` is ten seconds of one gateway: what came to each function there, and what ran on each slot; the quiet
+ones are left out. Limits: values only; `autoscaler.windows` gives them their meaning.
 """
 
 from __future__ import annotations
@@ -18,9 +18,14 @@ STORED: Final = (
 """The order of a window's values wherever they have no names. Only ever appended to."""
 
 
+SLOTS: Final = ""
+"""Stands for the tenant in the windows of slots: no tenant is called so."""
+
+
 class FunctionWindow(msgspec.Struct, frozen=True):
     tenant: str
     function: str
+    """Of a slot: its name."""
     values: tuple[float, ...]
     """By `STORED`; what an older gateway has not is 0."""
     busy: tuple[tuple[float, float], ...] = ()
@@ -33,3 +38,4 @@ class ClosedWindow(msgspec.Struct, frozen=True):
     whole: bool
     """False: the gateway began within it."""
     functions: tuple[FunctionWindow, ...] = ()
+    """Functions, and slots; an older leader passes over those, as it knows no function of theirs."""

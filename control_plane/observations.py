@@ -1,4 +1,5 @@
-"""The load of every function over all gateways, as the leader of the control loop knows it: histories and start times.
+"""The load of every function, and of every slot, over all gateways, as the leader of the control loop knows it:
+histories and start times.
 
 Each gateway closes windows of ten seconds (`load_meter`) and tells the leader of them; a window counts once all living
 gateways have told of it, or not at all: what somebody did not tell of was not seen, which is not the same as quiet.
@@ -22,8 +23,8 @@ from autoscaler.start_times import END, TOTAL, StartTimes
 from control_plane.errors import StokerError
 from control_plane.lanes import FunctionKey
 from control_plane.load_meter import PAUSE_S, WINDOW_S, LoadMeter
-from control_plane.load_store import COARSE_S, KEPT_S, MINUTE_S, Kept, LoadStore, Row
-from control_plane.load_windows import STORED, ClosedWindow, FunctionWindow
+from control_plane.load_store import COARSE_S, DAY_S, KEPT_S, MINUTE_S, Kept, LoadStore, Row
+from control_plane.load_windows import SLOTS, STORED, ClosedWindow, FunctionWindow
 from function_runtime.protocol import ReplicaStatus
 
 if TYPE_CHECKING:
@@ -137,6 +138,8 @@ class Observations:
         self._kept_starts = await self._store.starts()
         for function in self._functions.list():
             await self._restored((function.tenant, function.name), function.created_us / 1e6, now_s)
+        for slot_id in await self._store.slots(now_s - DAY_S):
+            await self._restored((SLOTS, slot_id), now_s - DAY_S, now_s)
         self.restored = True
         early, self._early = self._early, []
         for status in early:
@@ -166,12 +169,19 @@ class Observations:
     def of(self, key: FunctionKey) -> FunctionLoad | None:
         return self.loads.get(key)
 
+    def on_slot(self, slot_id: str) -> FunctionLoad | None:
+        """What has run there; None: nothing that is known of."""
+        return self.loads.get((SLOTS, slot_id))
+
     def _made(self, key: FunctionKey) -> FunctionLoad | None:
         """A function's, made where it has none; None: there is no such function (any more)."""
         from autoscaler.windows import History
 
         load = self.loads.get(key)
-        if load is None:
+        if load is None and key[0] == SLOTS:
+            # From now on: nobody knows since when there is such a slot.
+            load = self.loads[key] = FunctionLoad(History(), self.spans[-1][1] - WINDOW_S, StartTimes())
+        elif load is None:
             function = self._functions.find(key[1], key[0])
             if function is None:
                 return None
@@ -377,7 +387,10 @@ class Observations:
         load.unwritten.append(Row(COARSE_S, coarse_s, Kept(values, (), tuple(load.coarse_gaps))))
 
     async def sweep(self) -> int:
-        """Rows that were too old, a little at a time."""
+        """Rows that were too old, a little at a time, and slots on which nothing has run for a day."""
+        old_s = self._wall() - DAY_S
+        for key in [key for key, load in self.loads.items() if key[0] == SLOTS and load.active_until_s < old_s]:
+            del self.loads[key]
         return await self._store.sweep(self._wall())
 
 

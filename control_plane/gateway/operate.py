@@ -5,6 +5,7 @@ Read by `stoker ps`, `ls`, `why` and `logs`. Limits: the mirror of this control 
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from control_plane.context import CONTEXT, AppContext
 from control_plane.errors import InvalidRequest, NotFound
 from control_plane.fleet import STARTING
 from control_plane.gateway.access import authenticate
+from control_plane.slot_load import slot_load
 from control_plane.tenants import DEFAULT_TENANT, Role
 from control_plane.why import explain, replica_body
 from function_runtime.protocol import ReplicaState
@@ -79,6 +81,7 @@ async def slots(request: web.Request) -> web.Response:
     operates = tenant == DEFAULT_TENANT
     own = {function.current.identity for function in context.functions.list(tenant)}
     data: list[dict[str, Any]] = []
+    observations = context.loop.observations
     for slot_id, state in context.fleet.slots.items():
         told = (name for name in state.__struct_fields__ if name not in ("pool", "replicas"))
         fields = msgspec.to_builtins({name: getattr(state, name) for name in told})
@@ -95,6 +98,7 @@ async def slots(request: web.Request) -> web.Response:
                     if operates or entry.identity in own
                 ],
                 "replicas": [status.replica_id for status in mine],
+                **({"load": slot_load(observations, slot_id, time.time())} if operates else {}),
             }
         )
     scaling = list(context.slot_scaling.last) if operates else []

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
 from control_plane.load_meter import KEPT, WINDOW_S, LoadMeter
-from control_plane.load_windows import STORED, ClosedWindow
+from control_plane.load_windows import SLOTS, STORED, ClosedWindow
 
 KEY = ("default", "smol")
 T0 = 1_700_000_000.0
@@ -44,10 +45,18 @@ def make() -> tuple[LoadMeter, Clock]:
 
 
 def request(request_id: str = "r1", tokens: int = 0, prompt: int = 3) -> Any:
-    stages = SimpleNamespace(load_kv_us=0, prefill_us=100_000, decode_us=900_000)
+    stages = SimpleNamespace(load_kv_us=0, prefill_us=100_000, decode_us=900_000, cold_start_us=0)
     origin = SimpleNamespace(key=KEY, prompt=(1,) * prompt)
     log = SimpleNamespace(last_seq=tokens)
-    return SimpleNamespace(request_id=request_id, origin=origin, log=log, stages=stages, received=tokens, accept_ns=0)
+    return SimpleNamespace(
+        request_id=request_id, origin=origin, log=log, stages=stages, received=tokens, accept_ns=0, seat=None,
+        attempt_first=0, last_token_ns=0, submit_ns=time.monotonic_ns(),
+    )  # fmt: skip
+
+
+def on_slot(window: ClosedWindow, slot_id: str = "slot-1") -> dict[str, float]:
+    (found,) = (each for each in window.functions if (each.tenant, each.function) == (SLOTS, slot_id))
+    return dict(zip(STORED, found.values, strict=True))
 
 
 def named(window: ClosedWindow) -> dict[str, float]:
@@ -152,3 +161,40 @@ def test_windows_wait_for_the_leader_and_are_bounded() -> None:
     assert len(meter.unsent()) == KEPT
     meter.sent(meter.unsent()[3].start_s)
     assert meter.unsent()[0].start_s == T0 + WINDOW_S * (5 + 4)
+
+
+def test_a_slot_has_what_ran_on_its_replicas_and_what_they_made_there() -> None:
+    meter, clock = make()
+    seat: Any = SimpleNamespace(slot_id="slot-1", key=KEY)
+    resumed = request("r1", tokens=2, prompt=7)
+    resumed.seat = seat
+    meter.seated(seat, resumed, True)
+    meter.first_token(resumed)
+    meter.memory(seat, 30, 40, waiting=3)
+    clock.now_s += 4
+    resumed.received, resumed.attempt_first, resumed.last_token_ns = 12, 10**9, 10**9 + 900_000_000
+    meter.seated(seat, resumed, False)
+    found = on_slot(close(meter, clock))
+    assert (found["arrivals"], found["prompt_tokens"], found["output_tokens"]) == (1, 7, 10)
+    assert (found["peak_concurrency"], found["mean_concurrency"]) == (1, 0.4)
+    assert (found["peak_queue"], found["kv_used_share"], found["first_token_count"]) == (3, 0.75, 1)
+    assert found["token_s_sum"] == 0.1 and found["ended"] == 1
+
+
+def test_what_goes_on_over_a_windows_end_counts_on_its_slot_in_both() -> None:
+    meter, clock = make()
+    seat: Any = SimpleNamespace(slot_id="slot-1", key=KEY)
+    elsewhere: Any = SimpleNamespace(slot_id="", key=KEY)
+    running, other = request("r1"), request("r2")
+    running.seat, other.seat = seat, elsewhere
+    meter.seated(seat, running, True)
+    meter.seated(elsewhere, other, True)
+    running.received = 5
+    first = close(meter, clock, (running, other))
+    running.received = 8
+    meter.seated(seat, running, False)
+    second = close(meter, clock)
+    assert (on_slot(first)["output_tokens"], on_slot(second)["output_tokens"]) == (5, 3)
+    assert (on_slot(first)["arrivals"], on_slot(second)["arrivals"]) == (1, 0)
+    assert on_slot(second)["peak_concurrency"] == 1
+    assert not [each for each in close(meter, clock).functions if each.tenant == SLOTS]

@@ -13,8 +13,9 @@ import pytest
 from autoscaler.start_times import END, TOTAL
 from control_plane.database import Database
 from control_plane.load_store import DAY_S, LoadStore
-from control_plane.load_windows import STORED, ClosedWindow, FunctionWindow
+from control_plane.load_windows import SLOTS, STORED, ClosedWindow, FunctionWindow
 from control_plane.observations import Observations
+from control_plane.slot_load import slot_load
 from function_runtime.protocol import EngineOptions, ReplicaSpec, ReplicaState, ReplicaStatus, Stage
 
 KEY = ("default", "smol")
@@ -162,6 +163,32 @@ async def test_who_leads_next_goes_on_from_what_was_kept(database: Database) -> 
     assert load.starts.expected_s("disk") == 0.5
     await after.window(127, arrivals=7)
     assert after.arrivals(10, 127, 128) == [7.0]
+
+
+async def test_the_load_of_a_slot_is_gathered_kept_and_given_up_when_nothing_runs_there(database: Database) -> None:
+    values = tuple({"arrivals": 3.0, "peak_concurrency": 2.0, "output_tokens": 60.0}.get(name, 0.0) for name in STORED)
+
+    def ran(n: int, gateway: str) -> ClosedWindow:
+        busy = ((T0 + 10 * n, T0 + 10 * n + 5),)
+        return ClosedWindow(T0 + 10 * n, True, (FunctionWindow(SLOTS, "slot-1", values, busy),))
+
+    first = await leading(database)
+    first.gateways.peers = {"gw-2": None}
+    for n in range(7):
+        first.now_s = T0 + 10 * (n + 1)
+        for gateway in ("gw-1", "gw-2"):
+            first.observations.take(gateway, [ran(n, gateway)])
+        await first.observations.settle()
+    told = slot_load(first.observations, "slot-1", first.now_s)
+    assert told is not None and told["minute"]["requests"] == 36 and told["minute"]["output_tokens"] == 720
+    assert slot_load(first.observations, "slot-2", first.now_s) is None
+    await first.observations.keep(whole=True)
+    second = await leading(database, "gw-2", first.now_s)
+    again = slot_load(second.observations, "slot-1", second.now_s)
+    assert again is not None and again["hour"] == told["hour"]
+    second.now_s += 2 * DAY_S
+    await second.observations.sweep()
+    assert second.observations.on_slot("slot-1") is None
 
 
 async def test_what_a_kill_takes_was_not_seen_and_is_not_quiet(database: Database) -> None:
