@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support import hearing, smollm2
 from tests.support import postgres as postgresql
-from tests.support import smollm2
 from tests.support.seaweed import NotInstalled, Seaweed
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
 """Read when triton is first imported, which may be long before the tests of the kernels."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    hearing.mark(call, report)
+    return report
 
 
 @pytest.fixture(scope="session")

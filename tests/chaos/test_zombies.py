@@ -138,13 +138,13 @@ def carry_on_elsewhere(
         attempts = service.call("GET", f"/api/v1/why/{request_id}")["attempts"]
         assert [attempt["epoch"] for attempt in attempts] == [1, 2]
         assert attempts[1]["replica_id"] != first["replica_id"]
-        wait_for(lambda: durable.rows()["ledger"], 10, "the outcome")
+        wait_for(lambda: durable.rows()["ledger"], what="the outcome")
         before, objects = durable.rows(), durable.objects()
     finally:
         for process in stopped:
             if runs(process):
                 process.send_signal(signal.SIGCONT)
-    wait_for(lambda: not runs(zombie) or "stood still" in log_of(service, first["replica_id"]), 30, "waking")
+    wait_for(lambda: not runs(zombie) or "stood still" in log_of(service, first["replica_id"]), 30, what="waking")
     time.sleep(AWAKE_S)
     assert durable.rows() == before
     new = {name: nbytes for name, nbytes in durable.objects().items() if name not in objects}
@@ -161,7 +161,7 @@ def end_and_audit(service: Service, request_id: str) -> None:
     assert Durable(service, request_id).rows() == before
     audit(service.data_dir)
     books = Books(service.data_dir / "stoker.db")
-    wait_for(lambda: not books.rows("SELECT 1 FROM replica_accounts WHERE closed_us IS NULL"), 20, "closed accounts")
+    wait_for(lambda: not books.rows("SELECT 1 FROM replica_accounts WHERE closed_us IS NULL"), what="closed accounts")
     assert books.ledger_faults() == []
     assert books.log_faults() == []
 
@@ -177,7 +177,7 @@ def test_a_slot_that_comes_back_from_the_dead_changes_nothing(service: Service) 
     request_id, replica_id, zombie = carry_on_elsewhere(
         service, lambda replica: [agent_of(service, replica.pid), replica]
     )
-    wait_for(lambda: not runs(zombie), 30, "the end of a replica that was given up")
+    wait_for(lambda: not runs(zombie), 30, what="the end of a replica that was given up")
     assert replica_id not in {row["replica_id"] for row in service.replicas()}
-    wait_for(lambda: len(service.call("GET", "/api/v1/slots")["data"]) == 2, 20, "both slots")
+    wait_for(lambda: len(service.call("GET", "/api/v1/slots")["data"]) == 2, what="both slots")
     end_and_audit(service, request_id)

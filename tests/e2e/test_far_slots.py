@@ -35,7 +35,7 @@ class Town:
 
     def where(self) -> tuple[dict[str, Any], FarAgent]:
         """The replica that is ready, and the agent of its slot."""
-        row = wait_for(lambda: next((row for row in self.service.replicas() if row["state"] == "ready"), None), 20)
+        row = wait_for(lambda: next((row for row in self.service.replicas() if row["state"] == "ready"), None))
         return row, next(agent for agent in self.slots.agents if agent.slot_id == row["slot_id"])
 
     def stream(self, act: Callable[[], None] | None = None, **headers: str) -> tuple[str, list[int], str]:
@@ -121,7 +121,7 @@ def test_slots_elsewhere_serve_survive_a_death_and_go_when_they_are_told(town: T
     assert first["reason"].startswith("parked after token ") and second["exact"]
     assert first["slot_id"] == going[0].slot_id != second["slot_id"]
     assert second["loaded_tokens"] > len(PROMPT)
-    assert wait_for(lambda: going[0].process.poll() is not None, 15) and going[0].process.returncode == 0
+    assert wait_for(lambda: going[0].process.poll() is not None) and going[0].process.returncode == 0
     assert opened == set()
     (left,) = town.service.call("GET", "/api/v1/slots")["data"]
     assert set(left["loads"]["read_bytes"]) <= {"store", "peer"}, "weights came from a disk that is not the slot's"

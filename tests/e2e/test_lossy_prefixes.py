@@ -79,7 +79,7 @@ def loaded_cold(service: Service, function: str) -> dict[str, Any]:
 def test_the_next_cold_replica_loads_the_prefix_in_its_functions_form(service: Service, form: str) -> None:
     to_zero(service)
     assert cached(ask(service, form)) == 0, "what other functions keep is in another form"
-    wait_for(lambda: sum(p["tokens"] for p in kept(service, form)) >= WHOLE, 20, "kept chunks")
+    wait_for(lambda: sum(p["tokens"] for p in kept(service, form)) >= WHOLE, what="kept chunks")
     answer = loaded_cold(service, form)
     assert answer["usage"]["completion_tokens"] == 8
     why = service.call("GET", f"/api/v1/why/{answer['id']}")
@@ -91,7 +91,7 @@ def test_a_store_holds_a_fraction_of_the_raw_bytes(service: Service) -> None:
     for form in SHARES:
         if not kept(service, form):
             ask(service, form)
-            wait_for(lambda form=form: sum(p["tokens"] for p in kept(service, form)) >= WHOLE, 20, "kept chunks")
+            wait_for(lambda form=form: sum(p["tokens"] for p in kept(service, form)) >= WHOLE, what="kept chunks")
         packs = kept(service, form)
         per_token[form] = sum(p["nbytes"] for p in packs) / sum(p["tokens"] for p in packs)
     for form, share in SHARES.items():
@@ -102,7 +102,7 @@ def test_a_store_holds_a_fraction_of_the_raw_bytes(service: Service) -> None:
 def test_the_form_is_told_by_every_view(service: Service) -> None:
     if not kept(service, "fp8"):
         ask(service, "fp8")
-        wait_for(lambda: kept(service, "fp8"), 20, "kept chunks")
+        wait_for(lambda: kept(service, "fp8"), what="kept chunks")
     (pack, *_) = kept(service, "fp8")
     told = kv(service, "inspect", pack["pack"].rpartition("/")[2][:12])["store"]
     assert {chunk["form"] for chunk in told["chunks"]} == {"fp8"}
@@ -126,7 +126,7 @@ def test_a_lost_index_is_made_again_with_the_forms(service: Service) -> None:
 def test_a_damaged_chunk_is_a_miss(service: Service) -> None:
     if not kept(service, "int4"):
         ask(service, "int4")
-        wait_for(lambda: kept(service, "int4"), 20, "kept chunks")
+        wait_for(lambda: kept(service, "int4"), what="kept chunks")
     for pack in kept(service, "int4"):
         path: Path = service.data_dir / "objects" / pack["pack"]
         raw = bytearray(path.read_bytes())
@@ -137,4 +137,4 @@ def test_a_damaged_chunk_is_a_miss(service: Service) -> None:
         path.write_bytes(raw)
     to_zero(service)
     assert cached(ask(service, "int4")) == 0
-    wait_for(lambda: any(p["state"] != "live" for p in kv(service, "ls")["data"]), 20, "the quarantine")
+    wait_for(lambda: any(p["state"] != "live" for p in kv(service, "ls")["data"]), what="the quarantine")

@@ -84,7 +84,7 @@ def live(told: dict[str, Any]) -> list[dict[str, Any]]:
 def test_the_next_cold_replica_loads_what_the_last_one_computed(service: Service, stoker: Stoker) -> None:
     first = ask(service)
     assert cached(first) == 0
-    wait_for(lambda: sum(p["tokens"] for p in live(stoker("ls"))) >= WHOLE, 20, "kept chunks")
+    wait_for(lambda: sum(p["tokens"] for p in live(stoker("ls"))) >= WHOLE, what="kept chunks")
     second = loaded_cold(service)
     assert second["choices"] == first["choices"]
     why = service.call("GET", f"/api/v1/why/{first['id']}")
@@ -144,4 +144,4 @@ def test_what_nothing_names_is_collected(service: Service, stoker: Stoker) -> No
     orphan = service.data_dir / "objects" / "kv" / "packs" / "ab" / ("ab" * 32)
     orphan.parent.mkdir(parents=True, exist_ok=True)
     orphan.write_bytes(b"left behind")
-    wait_for(lambda: not orphan.exists() or (stoker("gc") and False), 20, "the orphan's end")
+    wait_for(lambda: not orphan.exists() or (stoker("gc") and False), what="the orphan's end")

@@ -14,6 +14,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
+from tests.support.patience import PATIENCE_S, NotInTime
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -78,14 +80,14 @@ class Collector:
         with self._news:
             return list(self._spans)
 
-    def wait(self, enough: Callable[[list[Span]], bool], within_s: float = 15.0) -> list[Span]:
+    def wait(self, enough: Callable[[list[Span]], bool], within_s: float = PATIENCE_S) -> list[Span]:
         """Blocks until what has come is enough."""
         deadline_s = time.monotonic() + within_s
         with self._news:
             while not enough(self._spans):
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
-                    raise AssertionError(f"not enough after {within_s} s: {[span.name for span in self._spans]}")
+                    raise NotInTime(f"not enough after {within_s} s: {[span.name for span in self._spans]}")
                 self._news.wait(left_s)
             return list(self._spans)
 

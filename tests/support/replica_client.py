@@ -54,11 +54,12 @@ from function_runtime.protocol import (
     decode_replica,
     encode,
 )
+from tests.support.patience import PATIENCE_S, NotInTime
 
 T = TypeVar("T")
 
 
-def wait_for(probe: Callable[[], T], within_s: float = 10.0, what: str = "the condition") -> T:
+def wait_for(probe: Callable[[], T], within_s: float = PATIENCE_S, what: str = "the condition") -> T:
     """Until `probe` gives something true; for what no event tells a test."""
     deadline_s = time.monotonic() + within_s
     while True:
@@ -66,7 +67,7 @@ def wait_for(probe: Callable[[], T], within_s: float = 10.0, what: str = "the co
         if value:
             return value
         if time.monotonic() > deadline_s:
-            raise AssertionError(f"{what} did not come about within {within_s:g} s")
+            raise NotInTime(f"{what} did not come about within {within_s:g} s")
         time.sleep(0.005)
 
 
@@ -200,7 +201,7 @@ class AgentProcess:
         finally:
             connection.close()
 
-    def until(self, replica_id: str, *states: ReplicaState, within_s: float = 30.0) -> ReplicaStatus:
+    def until(self, replica_id: str, *states: ReplicaState, within_s: float = PATIENCE_S) -> ReplicaStatus:
         """Follows the events until the replica is in one of the states."""
         deadline_s = time.monotonic() + within_s
         last: ReplicaStatus | None = None
@@ -213,7 +214,7 @@ class AgentProcess:
                         return status
             if time.monotonic() > deadline_s:
                 break
-        raise AssertionError(f"{replica_id} is not {states} but {last}; {self.log()}")
+        raise NotInTime(f"{replica_id} is not {states} but {last}; {self.log()}")
 
     def ready(self, spec: ReplicaSpec, within_s: float = 60.0) -> ReplicaStatus:
         self.start_replica(spec)

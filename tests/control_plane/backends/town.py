@@ -22,6 +22,7 @@ from function_runtime.protocol import (
     SlotEvent,
     SlotState,
 )
+from tests.support.patience import PATIENCE_S, NotInTime
 
 
 class Machine:
@@ -185,8 +186,9 @@ def gateways_of(own: str, peers: set[str]) -> Any:
     )
 
 
-async def until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
     deadline_s = time.monotonic() + within_s
     while not condition():
-        assert time.monotonic() < deadline_s, "it did not happen"
+        if time.monotonic() > deadline_s:
+            raise NotInTime("it did not happen")
         await asyncio.sleep(0.002)

@@ -23,6 +23,7 @@ from control_plane.spec import parse_mapping
 from model_loader.importer import import_model
 from tests.control_plane.gateway.fakes import Behaviour, FakeReplica, FakeSlot
 from tests.support.checkpoints import make_tiny_llama
+from tests.support.patience import PATIENCE_S
 
 
 @pytest.fixture(scope="session")
@@ -112,7 +113,7 @@ class Plane:
         return await until(lambda: self.slot.living[index] if len(self.slot.living) > index else None)
 
 
-async def until(look: Callable[[], Any], within_s: float = 15.0) -> Any:
+async def until(look: Callable[[], Any], within_s: float = PATIENCE_S) -> Any:
     """What `look` finds, as soon as it finds something."""
     async with asyncio.timeout(within_s):
         while not (found := look()):  # noqa: ASYNC110

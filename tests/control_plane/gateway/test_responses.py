@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 from function_runtime.protocol import Cancel, FinishReason, GrammarKind
 from tests.control_plane.gateway.conftest import Plane, until
 from tests.control_plane.gateway.fakes import token_text
+from tests.support.patience import PATIENCE_S
 
 SEED = {"seed": 7}
 strict: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -43,7 +44,7 @@ async def create(client: openai.AsyncOpenAI, tokens: int = 5, **fields: Any) -> 
 
 
 async def polled(client: openai.AsyncOpenAI, response_id: str) -> Response:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while (found := await client.responses.retrieve(response_id)).status in ("queued", "in_progress"):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     return found

@@ -14,6 +14,7 @@ from control_plane.records import RequestState
 from function_runtime.protocol import DeviceTime, Failed, Finished, KvChunk, KvSealed, Settled, Submit
 from tests.control_plane.gateway.conftest import Plane, Stream, body, text_of, until
 from tests.control_plane.gateway.fakes import token_text
+from tests.support.patience import PATIENCE_S
 
 LONG = 40
 
@@ -338,7 +339,7 @@ async def test_an_attempt_that_left_its_stored_kv_out_says_why_before_its_first_
     async def details() -> list[str | None]:
         return [attempt.detail for attempt in await journal.attempts(request_id)]
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while await details() != [behaviour.left_out]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     (attempt,) = await journal.attempts(request_id)
@@ -366,7 +367,7 @@ async def test_stored_kv_is_named_in_the_journal_although_the_storage_refused_at
     monkeypatch.setattr(journal, "seal_kv", refusing)
     chunk = KvChunk(0, 0, 32, "kv/packs/one", 0, 9, "d" * 64, "c" * 64)
     replica._tell(replica.works[0], KvSealed(request_id, 1, (chunk,)))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while await journal.kv(request_id) != [chunk]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert not refusals

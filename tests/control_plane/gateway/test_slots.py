@@ -16,6 +16,7 @@ from control_plane.settings import Settings
 from function_runtime.protocol import EngineOptions, Peer, ReplicaSpec, ReplicaState, ReplicaStatus
 from tests.control_plane.gateway.conftest import Plane, Stream, body, text_of, until
 from tests.control_plane.gateway.fakes import Behaviour, FakeReplica, FakeSlot, token_text
+from tests.support.patience import PATIENCE_S
 
 
 class FakeSlots:
@@ -336,7 +337,7 @@ async def test_a_slot_that_vanishes_takes_its_replicas_and_its_requests_go_on_el
         )
         return bool(rows) and rows[0][0] is not None
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not await closed():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

@@ -50,6 +50,7 @@ async def test_a_relayed_readers_leaving_cancels_the_work(pair: tuple[Gateway, G
     assert await state_of(other, request_id) is RequestState.CANCELLED
 
 
+@pytest.mark.deaths
 async def test_the_death_of_the_gateway_between_cancels_nothing(pair: tuple[Gateway, Gateway]) -> None:
     owner, other = pair
     request_id = await begun(owner)

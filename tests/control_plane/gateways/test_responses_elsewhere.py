@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
 
-from control_plane.settings import GatewaySettings, Settings
 from function_runtime.protocol import Cancel, Park
 from tests.control_plane.gateway.conftest import Stream, body, text_of, until
 from tests.control_plane.gateway.fakes import token_text
 from tests.control_plane.gateways.conftest import Gateway
+from tests.support.patience import PATIENCE_S
 
 LONG = 60
-LEASE_S = 4.0
-"""Nobody is to lapse here because a machine is busy."""
 Clients = tuple[openai.AsyncOpenAI, openai.AsyncOpenAI]
 
 
 def answer_of(tokens: int) -> str:
     return "".join(token_text(7, 0, position) for position in range(tokens))
-
-
-@pytest.fixture
-def settings(settings: Settings) -> Settings:
-    return replace(settings, gateway=GatewaySettings(lease_s=LEASE_S))
 
 
 @pytest.fixture
@@ -70,7 +62,7 @@ def numbers(events: list[Any]) -> list[int]:
 
 
 async def ended(client: openai.AsyncOpenAI, response_id: str) -> Any:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(PATIENCE_S):
         while (found := await client.responses.retrieve(response_id)).status in ("queued", "in_progress"):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     return found
@@ -166,6 +158,7 @@ async def test_a_response_is_deleted_at_the_other_gateway(clients: Clients, unde
             await client.responses.retrieve(made.id)
 
 
+@pytest.mark.deaths
 @pytest.mark.parametrize("asked", [0, 1])
 async def test_a_reader_at_either_gateway_loses_nothing_when_the_owner_dies(
     clients: Clients, pair: tuple[Gateway, Gateway], asked: int
@@ -197,10 +190,10 @@ async def test_a_drain_parks_what_every_gateway_owns_and_its_end_carries_all_on(
     responses = [await gateway.post(body(stream=True, max_tokens=LONG)) for gateway in pair]
     streams = [Stream(response) for response in responses]
     made = [await create(client) for client in clients]
-    await until(lambda: slot.living and len(slot.living[0].works) == 4, 15)
+    await until(lambda: slot.living and len(slot.living[0].works) == 4)
     (replica,) = slot.living
     assert (await drained(pair[asked], path))["drained"]
-    await until(lambda: not slot.living, 10)
+    await until(lambda: not slot.living)
     assert sum(isinstance(word, Park) for word in replica.words) == 4
     started = len(slot.started)
     for gateway in pair:

@@ -20,6 +20,7 @@ from control_plane.shares import Shares, Want
 from tests.control_plane.gateway.conftest import body, until
 from tests.control_plane.gateways.conftest import Gateway, Town
 from tests.control_plane.gateways.test_leases import LEASE_S, RENEW_S, Clock, clock, database, turns
+from tests.support.patience import PATIENCE_S
 
 __all__ = ["clock", "database"]
 
@@ -303,7 +304,7 @@ async def test_one_of_two_may_use_the_whole_queue_and_then_the_other_may(town: T
         task.cancel()
     await until(lambda: not requests_of(second))
     await until(lambda: second.context.queue_shares.granted(KEY).requests == 0)
-    async with asyncio.timeout(15.0):
+    async with asyncio.timeout(PATIENCE_S):
         # It has let go once it says so where the other looks.
         while await claimed_by(second):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -314,6 +315,7 @@ async def test_one_of_two_may_use_the_whole_queue_and_then_the_other_may(town: T
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@pytest.mark.deaths
 async def test_what_an_adopter_takes_over_fills_the_queue_for_everybody(town: Town) -> None:
     first, second = await opened(town, max_requests=8)
     tasks = [asyncio.ensure_future(first.post(body(), Idempotency_Key=f"k{place}")) for place in range(6)]

@@ -88,6 +88,7 @@ async def test_a_replica_that_only_another_gateway_uses_is_not_ended(town: Town)
     await until(lambda: town.slot.ended, 20.0)
 
 
+@pytest.mark.deaths
 async def test_when_the_leader_dies_another_leads_and_holds(pair: tuple[Gateway, Gateway], town: Town) -> None:
     leader, other = pair
     async with other.post(body()) as response:
@@ -253,6 +254,7 @@ async def noted(gateway: Gateway, request_id: str) -> str:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.deaths
 async def test_the_adopter_attaches_to_the_replica_and_a_reader_gets_the_rest_and_only_the_rest(
     pair: tuple[Gateway, Gateway],
 ) -> None:
@@ -275,6 +277,7 @@ async def test_the_adopter_attaches_to_the_replica_and_a_reader_gets_the_rest_an
     assert other.context.adopting.adopted == 1
 
 
+@pytest.mark.deaths
 async def test_a_reader_of_another_gateway_sees_no_break_when_the_owner_dies(pair: tuple[Gateway, Gateway]) -> None:
     leader, other = pair
     leader.slot.behaviour.token_s = 0.02
@@ -290,6 +293,7 @@ async def test_a_reader_of_another_gateway_sees_no_break_when_the_owner_dies(pai
     assert [place for place, _ in events] == [*range(1, 201), 200]
 
 
+@pytest.mark.deaths
 async def test_of_three_each_request_of_the_dead_is_adopted_by_exactly_one(town: Town) -> None:
     first, second, third = [await town.open() for _ in range(3)]
     town.slot.behaviour.token_s = 0.02
@@ -310,6 +314,7 @@ async def test_of_three_each_request_of_the_dead_is_adopted_by_exactly_one(town:
     assert len(submits(town.slot.living[0])) == 8
 
 
+@pytest.mark.deaths
 async def test_a_request_that_waited_at_the_dead_gateway_is_served(pair: tuple[Gateway, Gateway], town: Town) -> None:
     leader, other = pair
     leader.slot.behaviour.never_ready = True
@@ -324,6 +329,7 @@ async def test_a_request_that_waited_at_the_dead_gateway_is_served(pair: tuple[G
         assert (await response.json())["choices"][0]["text"] == answer_of(5)
 
 
+@pytest.mark.deaths
 async def test_an_adopters_clock_that_is_hours_off_does_not_end_what_it_adopts(
     pair: tuple[Gateway, Gateway], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,6 +352,7 @@ async def test_an_adopters_clock_that_is_hours_off_does_not_end_what_it_adopts(
     assert 0 < finished_us - created_us < 60_000_000
 
 
+@pytest.mark.deaths
 async def test_death_of_gateway_and_replica_at_once(pair: tuple[Gateway, Gateway]) -> None:
     leader, other = pair
     leader.slot.behaviour.token_s = 0.02
@@ -394,6 +401,7 @@ def fall_asleep(gateway: Gateway) -> Callable[[], None]:
     return wake
 
 
+@pytest.mark.deaths
 async def test_a_gateway_without_its_lease_accepts_and_commits_nothing(pair: tuple[Gateway, Gateway]) -> None:
     leader, other = pair
     leader.slot.behaviour.token_s = 0.01
@@ -413,6 +421,7 @@ async def test_a_gateway_without_its_lease_accepts_and_commits_nothing(pair: tup
     assert events[-1][1] == "[DONE]"
 
 
+@pytest.mark.deaths
 async def test_a_gateway_that_slept_lets_go_and_its_readers_read_on_elsewhere(pair: tuple[Gateway, Gateway]) -> None:
     leader, other = pair
     leader.slot.behaviour.token_s = 0.02
@@ -437,6 +446,7 @@ async def test_a_gateway_that_slept_lets_go_and_its_readers_read_on_elsewhere(pa
     assert submits(leader.slot.living[0]) == [(request_id, 1)]
 
 
+@pytest.mark.deaths
 async def test_a_connection_of_a_gateway_that_was_taken_over_cannot_end_what_goes_on(
     pair: tuple[Gateway, Gateway],
 ) -> None:
@@ -454,6 +464,7 @@ async def test_a_connection_of_a_gateway_that_was_taken_over_cannot_end_what_goe
     assert submits(leader.slot.living[0]) == [(request_id, 1)]
 
 
+@pytest.mark.deaths
 async def test_a_gateway_that_cannot_be_reached_is_not_asked_forever(pair: tuple[Gateway, Gateway]) -> None:
     leader, other = pair
     async with aiohttp.ClientSession() as session, session.get(str(other.client.make_url("/health"))) as response:

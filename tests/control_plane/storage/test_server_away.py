@@ -19,6 +19,7 @@ from control_plane.settings import DatabaseSettings
 from tests.control_plane.storage.builders import done, events, new_request, query, used
 from tests.control_plane.storage.test_database import names, put
 from tests.support import postgres as postgresql
+from tests.support.patience import PATIENCE_S
 from tests.support.postgres import PostgresServer
 
 QUICK = DatabaseSettings(connect_timeout_s=1.0, statement_timeout_s=1.0, idle_transaction_s=1.0, unclear_s=3.0)
@@ -128,7 +129,7 @@ async def test_a_gateway_that_stops_inside_a_transaction_holds_no_lock_for_long(
 
     former = stopped.submit(stand_still, guarded=False)
     await asyncio.to_thread(holding.wait, 10)
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(PATIENCE_S):
         await until_done(heir, "UPDATE secrets SET created_us = 2 WHERE name = 'a'")
     leave.set()
     await asyncio.wait({former})

@@ -132,7 +132,7 @@ def test_a_terminated_slot_says_so_takes_nothing_new_finishes_or_parks_and_exits
         short.settle(small)
         parked = long.outcome(large)
         assert isinstance(parked, Parked) and 0 < parked.last_seq < 400
-    assert wait_for(lambda: agent.process.poll() is not None, 10, "the agent's end")
+    assert wait_for(lambda: agent.process.poll() is not None, what="the agent's end")
     assert agent.process.returncode == 0 and not agent.family()
 
 

@@ -159,7 +159,7 @@ def test_shutdown_drains_replicas_first(agent: AgentProcess) -> None:
         assert link.outcome(request).last_seq == 20
         link.settle(request)
         assert agent.process.wait(10) == 0
-    wait_for(lambda: not agent.family(), 2)
+    wait_for(lambda: not agent.family())
 
 
 def test_nobody_reads_the_events_so_the_agent_ends_everything(start_agent: Callable[..., AgentProcess]) -> None:
@@ -171,7 +171,7 @@ def test_nobody_reads_the_events_so_the_agent_ends_everything(start_agent: Calla
     assert agent.process.poll() is None
     events.close()
     assert agent.process.wait(15) == 0
-    wait_for(lambda: not agent.family(), 2)
+    wait_for(lambda: not agent.family())
     assert status.pid
 
 

@@ -57,13 +57,13 @@ def test_a_waiting_worker_is_specialised_and_replaced(warm_agent: AgentProcess, 
     warm(warm_agent)
     assert serves(warm_agent, tiny_model)
     warm_agent.call("POST", "/v1/warm", {"workers": 0})
-    wait_for(lambda: warm_agent.state().warm_workers == 0, 5)
+    wait_for(lambda: warm_agent.state().warm_workers == 0)
     assert not serves(warm_agent, tiny_model)
     ids = [r.replica_id for r in warm_agent.state().replicas]
     for replica_id in ids:
         warm_agent.end_replica(replica_id, grace_s=0)
         assert warm_agent.until(replica_id, ReplicaState.ENDED).memory_returned
-    wait_for(lambda: not waiting_workers(warm_agent), 2)
+    wait_for(lambda: not waiting_workers(warm_agent))
 
 
 def test_replicas_outlive_their_template(warm_agent: AgentProcess, tiny_model: TinyModel) -> None:
@@ -89,7 +89,7 @@ def test_a_killed_agent_takes_template_and_workers_with_it_even_stopped(
             process.suspend()
     warm_agent.process.kill()
     warm_agent.process.wait()
-    wait_for(lambda: not warm_agent.family(), 1.0, "the end of the family")
+    wait_for(lambda: not warm_agent.family(), 5.0, "the end of the family")
     assert len(family) >= 3
 
 
@@ -97,20 +97,20 @@ def test_a_stopped_waiting_worker_is_not_waited_for(warm_agent: AgentProcess, ti
     (stopped,) = waiting_workers(warm_agent)
     stopped.suspend()
     assert not serves(warm_agent, tiny_model)
-    wait_for(lambda: not stopped.is_running() or stopped.status() == psutil.STATUS_ZOMBIE, 10)
+    wait_for(lambda: not stopped.is_running() or stopped.status() == psutil.STATUS_ZOMBIE)
 
 
 def test_a_killed_waiting_worker_is_replaced(warm_agent: AgentProcess, tiny_model: TinyModel) -> None:
     (old,) = waiting_workers(warm_agent)
     old.kill()
-    wait_for(lambda: waiting_workers(warm_agent) and waiting_workers(warm_agent)[0].pid != old.pid, 10)
+    wait_for(lambda: waiting_workers(warm_agent) and waiting_workers(warm_agent)[0].pid != old.pid)
     warm(warm_agent)
     assert serves(warm_agent, tiny_model)
 
 
 def test_a_stopped_template_is_replaced(warm_agent: AgentProcess, tiny_model: TinyModel) -> None:
     warm_agent.call("POST", "/v1/warm", {"workers": 0})
-    wait_for(lambda: not waiting_workers(warm_agent), 5)
+    wait_for(lambda: not waiting_workers(warm_agent))
     template = template_of(warm_agent)
     os.kill(template.pid, signal.SIGSTOP)
     assert not serves(warm_agent, tiny_model)
@@ -123,13 +123,13 @@ def test_a_template_killed_while_it_imports_is_started_again(
     agent = start_agent()
     spec = tiny_model.spec()
     agent.start_replica(spec)
-    template = wait_for(lambda: [p for p in agent.family() if "function_runtime.template" in p.cmdline()], 10)[0]
+    template = wait_for(lambda: [p for p in agent.family() if "function_runtime.template" in p.cmdline()])[0]
     template.kill()
     assert agent.until(spec.replica_id, ReplicaState.READY, within_s=90).pid
 
 
 def preparation_of(agent: AgentProcess) -> psutil.Process:
-    found = wait_for(lambda: [p for p in agent.family() if p.name() == NAME_AT_WORK], 10, "a preparation")
+    found = wait_for(lambda: [p for p in agent.family() if p.name() == NAME_AT_WORK], what="a preparation")
     return found[0]
 
 
@@ -151,4 +151,4 @@ def test_a_preparation_dies_with_its_agent_even_stopped(
     preparation_of(agent).suspend()
     agent.process.kill()
     agent.process.wait()
-    wait_for(lambda: not agent.family(), 1.0, "the end of the family")
+    wait_for(lambda: not agent.family(), 5.0, "the end of the family")

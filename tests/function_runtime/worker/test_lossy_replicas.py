@@ -30,10 +30,10 @@ def keep(agent: AgentProcess, model: TinyModel, store: Path, form: str) -> tuple
         request = link.submit(asking(form, 1, 2, 3))
         link.outcome(request)
         link.settle(request)
-        wait_for(lambda: (link.receive(), len(kept_of(link, request)) >= 3)[1], 20, "kept chunks")
+        wait_for(lambda: (link.receive(), len(kept_of(link, request)) >= 3)[1], what="kept chunks")
         kept = kept_of(link, request)
         packs = {chunk.pack for chunk in kept}
-        wait_for(lambda: (link.receive(), in_store(store) <= packs)[1], 20, "the end of the raw packs")
+        wait_for(lambda: (link.receive(), in_store(store) <= packs)[1], what="the end of the raw packs")
     end(agent, status)
     assert in_store(store) == packs
     return kept
@@ -67,7 +67,7 @@ def test_a_prompt_is_kept_in_the_functions_form_and_raw_requests_do_not_meet_it(
             asked[name] = link.next(KvAsk)
             link.send(KvKnown(request.request_id, request.epoch))
             link.outcome(request)
-            wait_for(lambda r=request: (link.receive(), len(kept_of(link, r)) >= 2)[1], 20, "kept chunks")
+            wait_for(lambda r=request: (link.receive(), len(kept_of(link, r)) >= 2)[1], what="kept chunks")
             kept[name] = next(m for m in link.said if isinstance(m, KvKept) and m.request_id == request.request_id)
             sealed = {chunk.form for chunk in chunks_of(link, request)}
             assert sealed == {"raw"}, "what is in flight is raw"

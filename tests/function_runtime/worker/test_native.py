@@ -66,7 +66,7 @@ def interrupted(link: ReplicaLink, sampling: dict[str, Any], tokens: int) -> Wor
     request = link.submit(request_of(sampling))
     while len(link.tokens(request)) < tokens:
         link.next(Tokens)
-    wait_for(lambda: stored_end(link, request) >= len(PROMPT) or link.receive() is None, 20, "stored KV")
+    wait_for(lambda: stored_end(link, request) >= len(PROMPT) or link.receive() is None, what="stored KV")
     return request
 
 
@@ -248,7 +248,7 @@ def test_kv_of_a_settled_request_is_deleted(native_agent: AgentProcess, tiny_mod
         successor.outcome(resumed)
         successor.settle(resumed)
         # What an earlier replica wrote may be another's by now: collection decides about it.
-        wait_for(lambda: set(tmp_path.glob("kv/packs/*/*")) == inherited, 10, "the end of its own packs")
+        wait_for(lambda: set(tmp_path.glob("kv/packs/*/*")) == inherited, what="the end of its own packs")
     end(native_agent, second)
 
 
@@ -270,10 +270,10 @@ def test_kv_of_an_attempt_that_is_over_stays_for_the_next(
             link.send(Settled(request_id=request.request_id, epoch=1, goes_on=True))
         over = link.submit(work(tuple(range(200, 300)), max_tokens=40, ignore_eos=True))
         link.outcome(over)
-        wait_for(lambda: chunks_of(link, over) or link.receive() is None, 20, "stored KV")
+        wait_for(lambda: chunks_of(link, over) or link.receive() is None, what="stored KV")
         link.settle(over)
         own = tmp_path / chunks_of(link, over)[0].pack
-        wait_for(lambda: not own.exists(), 10, "the end of what is over")
+        wait_for(lambda: not own.exists(), what="the end of what is over")
         assert all(path.exists() for path in stored)
     end(native_agent, replica)
 
@@ -379,7 +379,7 @@ def test_a_prompt_that_another_replica_computed_is_loaded_by_the_next_cold_one(
         request = link.submit(request_of(SAMPLINGS["greedy"], reuse=worth_it))
         link.outcome(request)
         link.settle(request)
-        wait_for(lambda: link.receive() and len(kept_of(link, request)) >= 4, 20, "kept chunks")
+        wait_for(lambda: link.receive() and len(kept_of(link, request)) >= 4, what="kept chunks")
         kept = kept_of(link, request)
     assert [chunk.start for chunk in kept][:2] == [0, 32] and all(c.end - c.start == 32 for c in kept)
     end(native_agent, first)
@@ -408,7 +408,7 @@ def test_what_began_on_a_stored_prefix_goes_on_byte_for_byte_when_the_prefix_is_
         request = link.submit(request_of(SAMPLINGS["greedy"], reuse=worth_it))
         link.outcome(request)
         answer = [event.token_id for _, event in link.tokens(request)]
-        wait_for(lambda: link.receive() and len(kept_of(link, request)) >= 5, 20, "kept chunks")
+        wait_for(lambda: link.receive() and len(kept_of(link, request)) >= 5, what="kept chunks")
         kept = kept_of(link, request)
         link.settle(request)
     end(native_agent, first)
@@ -447,7 +447,7 @@ def test_without_a_usable_answer_a_prompt_is_computed(
         request = link.submit(request_of(SAMPLINGS["greedy"], share_prefix=False))
         link.outcome(request)
         known = [event for _, event in link.tokens(request)]
-        wait_for(lambda: stored_end(link, request) >= len(PROMPT) or link.receive() is None, 20, "stored KV")
+        wait_for(lambda: stored_end(link, request) >= len(PROMPT) or link.receive() is None, what="stored KV")
         chunks = sorted((c for c in chunks_of(link, request) if c.end in (32, 64)), key=lambda c: c.start)
         again = link.submit(request_of(SAMPLINGS["greedy"]))
         link.next(KvAsk)

@@ -42,4 +42,4 @@ def test_a_replica_refuses_bad_grammars_survives_deadly_ones_and_leaves_no_child
     assert re.fullmatch("[a-f]{5,9}!", "".join(event.text for _, event in link.tokens(request)))
     children = psutil.Process(status.pid).children()
     native_agent.end_replica(status.replica_id, grace_s=0)
-    wait_for(lambda: not any(child.is_running() for child in children), 10, "the end of the replica's children")
+    wait_for(lambda: not any(child.is_running() for child in children), what="the end of the replica's children")
