@@ -25,7 +25,7 @@ demo: $(VENV)/.runtime
 	@$(BIN)/stoker demo
 
 test: lint
-	$(BIN)/python -m tests.support.hearing -n 3 --dist loadfile --durations=25 --durations-min=3 $(PYTEST_ARGS)
+	$(BIN)/python -m tests.support.hearing -n 3 --dist loadfile --no-loadscope-reorder --durations=25 --durations-min=3 $(PYTEST_ARGS)
 
 # The whole of Kubernetes: against the tests' own API server, or any real one with a scheduler and a controller manager and
 # no kubelets: make test-kubernetes STOKER_TEST_KUBECONFIG=path/of/config

@@ -15,6 +15,22 @@ from tests.support.seaweed import NotInstalled, Seaweed
 os.environ.setdefault("TRITON_INTERPRET", "1")
 """Read when triton is first imported, which may be long before the tests of the kernels."""
 
+SPREAD = 0.7
+"""The part of a run over which its long files are spread."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of minutes are spread over the first part of a run: side by side they would starve each other, and at its
+    end they would run alone."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    long = [file for file in files.values() if file[0].get_closest_marker("chaos")]
+    short = [file for file in files.values() if not file[0].get_closest_marker("chaos")]
+    for number, file in enumerate(long):
+        short.insert(number + int(number * SPREAD * len(files) / len(long)), file)
+    items[:] = [item for file in short for item in file]
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:

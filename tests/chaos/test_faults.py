@@ -9,7 +9,6 @@ import pytest
 
 from tests.chaos.faults import FUNCTION, Report, under_fire
 from tests.chaos.seeds import SEED
-from tests.chaos.site import missing
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 GIVEN = int(os.environ.get("STOKER_CHAOS_FAULTS", "0"))
@@ -23,16 +22,3 @@ def assert_sound(report: Report) -> None:
 
 def test_fifty_faults_lose_double_and_change_nothing(tmp_path: Path) -> None:
     assert_sound(under_fire(tmp_path, "one gateway", seed=SEED, faults=GIVEN or 50, on_done=print))
-
-
-@pytest.mark.parametrize("kind", ["two gateways", "two gateways on PostgreSQL"])
-def test_faults_of_two_gateways_lose_double_and_change_nothing(tmp_path: Path, kind: str) -> None:
-    if reason := missing(database="PostgreSQL" in kind, bucket=False):
-        pytest.skip(reason)
-    assert_sound(under_fire(tmp_path, kind, seed=SEED, faults=GIVEN or 15, on_done=print))
-
-
-def test_faults_of_database_and_store_servers_lose_double_and_change_nothing(tmp_path: Path) -> None:
-    if reason := missing(database=True, bucket=True):
-        pytest.skip(reason)
-    assert_sound(under_fire(tmp_path, "PostgreSQL and S3", seed=SEED, faults=GIVEN or 15, on_done=print))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,14 @@ async def until(look: Callable[[], Any], within_s: float = PATIENCE_S) -> Any:
     async with asyncio.timeout(within_s):
         while not (found := look()):  # noqa: ASYNC110
             await asyncio.sleep(0.002)
+    return found
+
+
+async def until_read(look: Callable[[], Awaitable[Any]]) -> Any:
+    """What `look` reads, as soon as it is something: what is written down comes after what is known."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not (found := await look()):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
     return found
 
 

@@ -12,7 +12,7 @@ from control_plane.attempts import FRUITLESS_MAX
 from control_plane.errors import StorageUnavailable
 from control_plane.records import RequestState
 from function_runtime.protocol import DeviceTime, Failed, Finished, KvChunk, KvSealed, Settled, Submit
-from tests.control_plane.gateway.conftest import Plane, Stream, body, text_of, until
+from tests.control_plane.gateway.conftest import Plane, Stream, body, text_of, until, until_read
 from tests.control_plane.gateway.fakes import token_text
 from tests.support.patience import PATIENCE_S
 
@@ -323,7 +323,11 @@ async def test_the_same_bytes_are_known_for_every_choice_and_every_pack_that_has
     for chunk, known in ((one, [one]), (other, [one, other]), (anew, [anew, other]), (anew, [anew, other])):
         replica._tell(replica.works[0], KvSealed(request_id, 1, (chunk,)))
         await until(lambda known=known: live.kv == known)
-    assert await plane.context.journal.kv(request_id) == [anew, other]
+
+    async def written() -> bool:
+        return await plane.context.journal.kv(request_id) == [anew, other]
+
+    await until_read(written)
     response.close()
 
 
