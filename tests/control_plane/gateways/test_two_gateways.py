@@ -91,6 +91,9 @@ async def test_a_replica_that_only_another_gateway_uses_is_not_ended(town: Town)
 @pytest.mark.deaths
 async def test_when_the_leader_dies_another_leads_and_holds(pair: tuple[Gateway, Gateway], town: Town) -> None:
     leader, other = pair
+    await leader.deploy(scaling={"keep_alive": 60})
+    leader.context.peers.tell("functions")
+    await until(lambda: other.context.functions.get("fn", "default").revision == 2)
     async with other.post(body()) as response:
         assert response.status == 200
     await leader.die()
