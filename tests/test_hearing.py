@@ -29,8 +29,9 @@ def test_waits():
         asyncio.run(wait())
 """
 ALWAYS = """
+import subprocess
 def test_waits():
-    raise TimeoutError
+    subprocess.run(["sleep", "60"], timeout=0.01)
 """
 WRONG = """
 import os
@@ -51,7 +52,7 @@ def run(folder: Path, **modules: str) -> tuple[int, str]:
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=170,
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -62,11 +63,10 @@ def run(folder: Path, **modules: str) -> tuple[int, str]:
         ({"busy": BUSY}, 0, True),
         ({"always": ALWAYS}, 1, True),
         ({"wrong": WRONG}, 1, False),
-        ({"busy": BUSY, "wrong": WRONG}, 1, False),
         ({"tests__chaos__busy": BUSY}, 1, False),
         ({f"busy{number}": BUSY for number in range(4)}, 1, False),
     ],
-    ids=["beside others", "alone too", "a wrong value", "both", "random faults", "too many"],
+    ids=["beside others", "alone too", "a wrong value", "random faults", "too many"],
 )
 def test_what_is_heard_again(tmp_path: Path, modules: dict[str, str], code: int, heard: bool) -> None:
     returncode, output = run(tmp_path, **modules)

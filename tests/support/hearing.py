@@ -1,7 +1,7 @@
 """The whole suite side by side, and a second hearing, alone, for waits that ran out beside other tests.
 
 `python -m tests.support.hearing [pytest's arguments]` runs pytest with them. Where all that failed are at most `MOST`
-tests that waited in vain (a `TimeoutError` of any kind; never a wrong value, an error or a hang that pytest ended),
+tests that waited in vain (a time-out of any kind; never a wrong value, an error or a hang that pytest ended),
 they are run again one after the other with nothing beside them, and that run decides; both are printed, and the last
 line names the tests. A wait that runs out because the machine is busy with other tests says nothing about the product;
 one that runs out twice, or a wrong value once, does.
@@ -19,11 +19,17 @@ import pytest
 MOST: Final = 3
 IN_VAIN: Final = "waited in vain"
 """The property of a report whose test failed by a wait."""
+WAITS: Final = frozenset({"TimeoutError", "TimeoutExpired", "TimeoutException", "APITimeoutError"})
+"""What waits raise: ours and asyncio's, those of subprocesses, httpx's and the OpenAI client's."""
 
 
 def mark(call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
     """Where the test runs: its report says whether it failed by waiting."""
-    if report.failed and call.excinfo is not None and issubclass(call.excinfo.type, TimeoutError):
+    if (
+        report.failed
+        and call.excinfo is not None
+        and not WAITS.isdisjoint(c.__name__ for c in call.excinfo.type.__mro__)
+    ):
         report.user_properties.append((IN_VAIN, True))
 
 
