@@ -69,6 +69,27 @@ def test_one_copy_has_no_budget_which_would_hinder_every_drain() -> None:
     assert not named(of_file("embedded"), "PodDisruptionBudget")
 
 
+def test_slots_have_a_budget_where_it_is_asked_for() -> None:
+    budgets = named(of_file("pods-budgets"), "PodDisruptionBudget")
+    assert budgets["demo-stoker"]["spec"]["maxUnavailable"] == "50%"
+    slots = budgets["demo-stoker-slots"]["spec"]
+    assert slots["minAvailable"] == 2 and slots["selector"]["matchLabels"] == SLOTS
+    assert all(each["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow" for each in budgets.values())
+
+
+def _spread(values: str) -> dict[str, str]:
+    rules = pod_of(of_file(values))["spec"].get("topologySpreadConstraints", [])
+    assert all(each["labelSelector"]["matchLabels"] == CONTROL_PLANE and each["maxSkew"] == 1 for each in rules)
+    return {each["topologyKey"]: each["whenUnsatisfiable"] for each in rules}
+
+
+def test_copies_are_spread_over_nodes_and_zones_as_strictly_as_is_said() -> None:
+    host, zone = "kubernetes.io/hostname", "topology.kubernetes.io/zone"
+    assert _spread("pods-postgresql") == {host: "ScheduleAnyway", zone: "ScheduleAnyway"}
+    assert _spread("pods-strict-spread") == {host: "DoNotSchedule"}
+    assert _spread("default") == {}, "there is one"
+
+
 def test_an_autoscaler_owns_the_number_of_copies_alone() -> None:
     documents = of_file("pods-autoscaled")
     assert "replicas" not in one(documents, "Deployment")["spec"]
@@ -148,6 +169,14 @@ def test_a_missing_secret_lets_the_pod_start_and_say_which() -> None:
     assert all(environment[name]["secretKeyRef"]["optional"] is True for name in required)
 
 
+def test_an_endpoint_picker_knows_whose_names_the_metrics_have() -> None:
+    keys = ("inference.networking.k8s.io/engine-type", "llm-d.ai/engine-type")
+    labels = pod_of(of_file("pods-postgresql"))["metadata"]["labels"]
+    assert [labels[key] for key in keys] == ["vllm", "vllm"]
+    told = pod_of(of_file("gateway-api-plain"))["metadata"]["labels"]
+    assert [told[key] for key in keys] == ["custom", "vllm"], "the user's word goes before"
+
+
 def test_settings_and_extras_reach_the_pod() -> None:
     documents = of_file("extras")
     environment = environment_of(documents)
@@ -186,6 +215,18 @@ def test_slots_hold_no_right_and_no_token_of_the_cluster() -> None:
     assert named(documents, "ServiceAccount")["demo-stoker-slot"]["automountServiceAccountToken"] is False
     bound = [each["name"] for each in one(documents, "RoleBinding")["subjects"]]
     assert bound == ["demo-stoker"]
+
+
+def test_with_workload_identity_no_credentials_are_in_any_pod() -> None:
+    documents = of_file("pods-workload-identity")
+    accounts, role = named(documents, "ServiceAccount"), "eks.amazonaws.com/role-arn"
+    told = {name: each["metadata"]["annotations"][role].rpartition("/")[2] for name, each in accounts.items()}
+    assert told == {"demo-stoker": "stoker", "demo-stoker-slot": "slots"}
+    environment = environment_of(documents)
+    assert environment["STOKER_STORE"] == "s3://bucket/p"
+    assert not [name for name in environment if name.startswith("AWS_")]
+    text = named(documents, "ConfigMap")["demo-stoker-slot-pools"]["data"]["slot-pools.yaml"]
+    assert "AWS_" not in text and yaml.safe_load(text)["default"]["serviceAccountName"] == "demo-stoker-slot"
 
 
 def test_images_are_held_where_slots_of_a_pool_may_go_and_by_nobody_who_may_anything() -> None:

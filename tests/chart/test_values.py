@@ -175,17 +175,22 @@ def test_every_value_is_read(part: str) -> None:
     assert not unread
 
 
-def test_every_value_is_explained_in_the_lines_before_it() -> None:
-    lines = TEXT.splitlines()
-    bare = []
+def unexplained(text: str) -> list[str]:
+    """Keys without a comment: in the line before, or, of a key that only has others in it, in the line after."""
+    lines, bare = text.splitlines(), list[str]()
     for number, line in enumerate(lines):
-        if not re.match(r"[a-z]\w*:", line) or number == 0:
+        if not re.match(r" *[a-z]\w*:", line):
             continue
-        said = lines[number - 1].startswith("#") or lines[number - 1] != ""
-        inside = number + 1 < len(lines) and lines[number + 1].lstrip().startswith("#")
-        if not said and not inside:
-            bare.append(line)
-    assert not bare
+        before, after = ["", *lines][number], [*lines, ""][number + 1]
+        only_others = line.endswith(":")
+        if not (before.lstrip().startswith("#") or (only_others and after.lstrip().startswith("#"))):
+            bare.append(line.strip())
+    return bare
+
+
+def test_every_value_is_explained_where_it_stands() -> None:
+    assert not unexplained(TEXT)
+    assert unexplained("# What.\na: 1\nb:\n  # Why.\n  c: 1\n  d: 1\n") == ["d: 1"]
 
 
 def closed(schema: dict[str, Any], path: str = "") -> list[str]:

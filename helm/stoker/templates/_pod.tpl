@@ -6,7 +6,9 @@ metadata:
   labels:
     {{- include "stoker.controlPlane" . | nindent 4 }}
     app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
-    {{- with omit (merge (dict) .Values.podLabels .Values.commonLabels) "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" "app.kubernetes.io/version" }}
+    {{- /* By which an endpoint picker of the Inference Extension knows the names of metrics: this key and its newer one. */}}
+    {{- $picked := dict "inference.networking.k8s.io/engine-type" "vllm" "llm-d.ai/engine-type" "vllm" }}
+    {{- with omit (merge (dict) .Values.podLabels .Values.commonLabels $picked) "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" "app.kubernetes.io/version" }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
   {{- $annotations := merge (dict) .Values.podAnnotations .Values.commonAnnotations }}
