@@ -20,8 +20,12 @@ if TYPE_CHECKING:
     from control_plane.context import AppContext
 
 CLOCK_OFF_S: Final = 30.0
+UNSCHEDULABLE: Final = "unschedulable"
+"""The phase of `SlotWait` in which the cluster has no node for a slot."""
 SLOT_LATE_S: Final = 300.0
 """A slot that was asked for so long ago will hardly come by itself: a node and an image take minutes."""
+UNPLACED_S: Final = 30.0
+"""A slot that has found no node for so long waits for one that has to come, if there is anything that makes one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,15 @@ def _cluster(context: AppContext, functions: list[Function]) -> Iterator[Check]:
         (f"slots of class {each['name']}: {each['trouble']}", f"kubectl describe slotpool {each['pool']}")
         for each in told["classes"]
         if each["trouble"]
+    ]
+    unplaced = {
+        wait.words: f"slots of class {wait.class_name}: {wait.words} (for {wait.since_s:.0f} s)"
+        for wait in context.cluster.backend.waits
+        if wait.phase == UNSCHEDULABLE and wait.since_s >= UNPLACED_S
+    }
+    faults += [
+        (says, "if no node autoscaler is at work: give a node what is missing, or lower what the SlotPool asks for")
+        for says in unplaced.values()
     ]
     faults += [
         (f"{function.name}: {why}", "make the pool, or name another")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 from aiohttp import web
 
 from control_plane.context import CONTEXT
+from control_plane.required import is_attended
 
 
 async def live(request: web.Request) -> web.Response:
@@ -20,8 +23,11 @@ async def ready(request: web.Request) -> web.Response:
     if context.db.fault is not None:
         return not_ready("storage_unavailable", context.db.fault)
     store = context.store
+    if not store.usable and is_attended(os.environ) and not context.functions.list():
+        # A new installation says what it lacks. One that serves something goes on: its requests run without stored KV.
+        why = f"the object store {store.uri} cannot be used ({store.problem}): {store.reason}"
+        return not_ready("object_store_unavailable", why, retry_after_s=15)
     seen = {"state": store.state.value, "problem": store.problem or None, "reason": store.reason or None}
-    # Ready all the same: requests run without stored KV.
     return web.json_response({"status": "ready", "gateway": context.gateway_id, "object_store": seen})
 
 

@@ -234,6 +234,28 @@ async def test_while_the_object_store_is_away_it_is_told_which_functions_lack_it
         assert (response.status, error["code"]) == (503, "object_store_error") and "create it" in error["message"]
 
 
+async def test_a_new_installation_is_not_ready_without_its_bucket_and_one_that_serves_is(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = plane.context.store
+
+    def refuse(uri: str) -> ObjectStore:
+        raise StoreRefused("there is no bucket x: create it", StoreProblem.MISSING_BUCKET)
+
+    async def ready() -> tuple[int, str]:
+        async with plane.get("/health/ready") as response:
+            return response.status, await response.text()
+
+    store._opener = refuse
+    await store.check()
+    assert (await ready())[0] == 200, "nobody looks after it: who started it has been told"
+    monkeypatch.setenv("STOKER_REQUIRED", '{"HOME": "the container"}')
+    status, told = await ready()
+    assert status == 503 and "there is no bucket x: create it" in told and "missing_bucket" in told
+    await plane.deploy()
+    assert (await ready())[0] == 200, "its requests run without stored KV"
+
+
 async def test_a_replica_that_cannot_reach_the_store_says_so_though_its_gateway_can(plane: Plane) -> None:
     await plane.deploy()
     async with plane.post(body()) as response:
