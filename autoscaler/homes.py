@@ -153,6 +153,9 @@ class Homes:
         return row.home if row is not None else None
 
     def put(self, slot: SlotHome) -> None:
+        known = self._rows.get(slot.slot_id)
+        if known is not None and known.home == slot:
+            return  # most are looked at because they may have changed, and have not
         self.drop(slot.slot_id)
         self._rows[slot.slot_id] = row = _row(slot)
         insort(self._order, row.rank)

@@ -11,6 +11,7 @@ Limits: sizes are those of the last form; a pool evicts by itself, by the chance
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -105,7 +106,7 @@ class Load:
 
 def to_load(wants: Sequence[Want], pools: Sequence[Pool], most: int = 4) -> tuple[Load, ...]:
     """What to load ahead, and where; at most so many at once."""
-    held_by = {want.identity: sum(want.identity in pool.held for pool in pools) for want in wants}
+    held_by = Counter(identity for pool in pools for identity in pool.held)
     worth = {want.identity: want.chance * want.load_s / max(want.nbytes, 1) for want in wants}
     free = {pool.slot_id: int(pool.budget_bytes * FULL_SHARE) - pool.used_bytes for pool in pools}
     evicted: dict[str, set[str]] = {pool.slot_id: set() for pool in pools}

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
@@ -148,6 +148,10 @@ class Fleet:
             return [self.replicas[replica_id] for replica_id in self._living.get(key, ())]
         return [self.replicas[replica_id] for known in self._living.values() for replica_id in known]
 
+    def count_of(self, key: FunctionKey) -> int:
+        """How many of a function live."""
+        return len(self._living.get(key, ()))
+
     def knows(self, slot_id: str) -> bool:
         """Whether the slot is one of ours: heard of, or expected."""
         return slot_id in self.slots or slot_id in self._backend.slot_ids
@@ -202,8 +206,9 @@ class Fleet:
             created_us=now_us(),
         )
         self.slot_of[spec.replica_id] = slot_id
-        self._take(slot_id, placeholder)
+        # Before the news of it, which has its function looked at again: the slot hears of it first.
         self.spawn(self._ask_start(slot_id, spec))
+        self._take(slot_id, placeholder)
 
     async def _ask_start(self, slot_id: str, spec: ReplicaSpec) -> None:
         try:
@@ -295,6 +300,11 @@ class Fleet:
 
     def replica_changed(self, slot_id: str, status: ReplicaStatus) -> None:
         self._take(slot_id, status)
+
+    def time_passed(self, slot_id: str, times: Mapping[str, ReplicaTime]) -> None:
+        """It concerns the books alone, which read it here: nobody is told."""
+        for replica_id in self._here.get(slot_id, {}).keys() & times.keys():
+            self.replicas[replica_id] = msgspec.structs.replace(self.replicas[replica_id], time=times[replica_id])
 
     def slot_lost(self, slot_id: str, reason: str, *, agent_gone: bool) -> None:
         self.slots.pop(slot_id, None)

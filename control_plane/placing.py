@@ -191,7 +191,7 @@ class Placing:
         self._shut_before = shut
         for slot_id in list(self._changed):
             self._changed |= self._note_loads(slot_id)
-        bounds = {each.name: each.most_replicas for each in backend.classes}
+        bounds = {each.name: each.most_replicas for each in backend.classes} if self._changed else {}
         # Those that load something last: from where depends on what the others hold.
         for slot_id in sorted(self._changed, key=lambda each: each in self._loading):
             state = fleet.slots.get(slot_id)
@@ -218,6 +218,11 @@ class Placing:
             await asyncio.sleep(0)
         if not left:
             self._made_s = max(self._made_s, begun_s)
+
+    def having(self, identity: str) -> list[str]:
+        """Slots whose pools have a checkpoint ready."""
+        self.homes(time.monotonic())
+        return [home.slot_id for home in self._homes[CPU].peers(identity)]
 
     def _note_loads(self, slot_id: str) -> set[str]:
         """Which checkpoints the slot loads; the slots whose pools are read more or less for it than before."""
@@ -348,7 +353,7 @@ class Placing:
         measured, identity = self.measured, status.spec.identity
         reload_s = measured.start_s(identity)  # its weights stay in the pool
         lost_s = loss_s(in_flight, RESUME_S, self.chances.get(identity, 1.0), reload_s)
-        if len(self._fleet.living(key)) <= self.kept(key):
+        if self._fleet.count_of(key) <= self.kept(key):
             lost_s = float("inf")
         holder = self._holder_of(status)
         # On CPUs memory for KV is taken as tokens come: what has not come cannot be given up.

@@ -49,7 +49,7 @@ class Predicted:
         if forecast is None or not forecast.rate or not forecast.service_s:
             return ()
         first = max(int((self._clock() - forecast.made_s) / forecast.step_s), 0)
-        replicas = max(len(self._fleet.living(key)), 1)
+        replicas = max(self._fleet.count_of(key), 1)
         return tuple(
             1.0 - math.exp(-rate * forecast.service_s / replicas) for rate in forecast.rate[first : first + STEPS]
         )

@@ -63,17 +63,12 @@ class SlotPools:
 
     def peers(self, slot_id: str, identity: str, just_warmed: Sequence[str] = ()) -> tuple[Peer, ...]:
         """Other slots whose pools have some form of a checkpoint, those with the fewest replicas first."""
-        holders = [
-            other
-            for other, state in self._fleet.slots.items()
-            if other != slot_id
-            and (other in just_warmed or any(e.identity == identity and e.state == "ready" for e in state.pool))
-        ]
-        return (
-            self._backend.peers(sorted(holders, key=lambda other: self._fleet.count_on(other))[:PEERS])
-            if identity
-            else ()
-        )
+        if not identity:
+            return ()
+        fleet = self._fleet
+        known = dict.fromkeys((*fleet.placing.having(identity), *just_warmed))
+        holders = [other for other in known if other != slot_id and other in fleet.slots]
+        return self._backend.peers(sorted(holders, key=fleet.count_on)[:PEERS])
 
     def can_prepare(self, key: FunctionKey, slot_id: str) -> bool:
         """Whether a function may run there, and its checkpoint be loaded without another's having to go."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from function_runtime.protocol import Peer, ReplicaSpec, ReplicaStatus, SlotState
+from function_runtime.protocol import Peer, ReplicaSpec, ReplicaStatus, ReplicaTime, SlotState
 
 
 class SlotUnavailable(Exception):
@@ -71,6 +71,9 @@ class SlotListener(Protocol):
         """The whole truth about a slot, at the start of a stream of events and whenever it changes."""
 
     def replica_changed(self, slot_id: str, status: ReplicaStatus) -> None: ...
+
+    def time_passed(self, slot_id: str, times: Mapping[str, ReplicaTime]) -> None:
+        """For replicas, by id, that have not changed."""
 
     def slot_lost(self, slot_id: str, reason: str, *, agent_gone: bool) -> None:
         """No events from there any more. `agent_gone`: the agent has ended, and its replicas with it."""

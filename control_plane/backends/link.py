@@ -162,5 +162,7 @@ class SlotLink:
                 listener.slot_state(self.slot_id, event.state)
             if event.replica is not None:
                 listener.replica_changed(self.slot_id, event.replica)
+            if event.times:
+                listener.time_passed(self.slot_id, event.times)
             if event.log:
                 logger.info("event=agent_says slot=%s text=%s", self.slot_id, event.log)

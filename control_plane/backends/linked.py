@@ -109,6 +109,8 @@ class LinkedSlots:
     async def _packed(self, files: SlotFiles, manifest_path: str) -> Packed:
         from model_loader.errors import LoaderError
 
+        if (known := files.at_hand(manifest_path)) is not None:
+            return known
         try:
             return await asyncio.to_thread(files.parts, manifest_path)
         except LoaderError as error:

@@ -41,6 +41,8 @@ class Packed:
     """A manifest as it is sent."""
 
     manifest: Manifest
+    modified_ns: int
+    """When its file was last changed, as of the time it was packed."""
     parts: Sequence[Part]
     sha256: str
     """Of the manifest as it arrives there."""
@@ -76,12 +78,23 @@ class SlotFiles:
         served = self._slots_store.startswith(SERVED)
         return self.tokens.of(slot_id, tenant, identity, shares=shares) if served else ""
 
+    def at_hand(self, manifest_path: str) -> Packed | None:
+        """What `parts` would give, where nothing has to be read for it but when the file was changed: a start that goes
+        by a thread waits for it behind all that the event loop has to do. None: ask `parts`."""
+        path = Path(manifest_path)
+        known = self._packed.get(path)
+        try:
+            return known if known is not None and path.stat().st_mtime_ns == known.modified_ns else None
+        except OSError:
+            return None
+
     # --- in threads ---
 
     def parts(self, manifest_path: str) -> Packed:
         """What a slot elsewhere is sent of a checkpoint. Raises LoaderError."""
         path = self.locate(manifest_path)
-        manifest = self._current(path)
+        modified_ns = _modified_ns(path)
+        manifest = self._manifest(path, modified_ns)
         with self._lock:
             known = self._packed.get(path)
         if known is not None and known.manifest is manifest:
@@ -89,7 +102,7 @@ class SlotFiles:
         from model_loader.portable import pack
 
         parts = pack(manifest, lambda number: self._origin(manifest, number))
-        packed = Packed(manifest, parts, hashlib.sha256(parts[0].read()).hexdigest())
+        packed = Packed(manifest, modified_ns, parts, hashlib.sha256(parts[0].read()).hexdigest())
         with self._lock:
             self._packed[path] = packed
             while len(self._packed) > KEPT_MANIFESTS:
@@ -142,20 +155,13 @@ class SlotFiles:
         if len(identity) != 64 or not identity.isalnum():
             raise unknown
         try:
-            files = self._current(self._models_dir / identity / "manifest.json").files
+            path = self._models_dir / identity / "manifest.json"
+            files = self._manifest(path, _modified_ns(path)).files
         except LoaderError as error:
             raise MissingObject(str(error)) from error
         if number >= len(files):
             raise unknown
         return Path(files[number].path)
-
-    def _current(self, path: Path) -> Manifest:
-        from model_loader.errors import SourceMissing
-
-        try:
-            return self._manifest(path, path.stat().st_mtime_ns)
-        except OSError as error:
-            raise SourceMissing(f"the manifest {path} is gone: import the model again ({error.strerror})") from error
 
     def _origin(self, manifest: Manifest, number: int) -> tuple[str, str]:
         """Where slots get a file that lies on this machine."""
@@ -183,6 +189,16 @@ class SlotFiles:
                 else:
                     store.put(key)
         return key
+
+
+def _modified_ns(path: Path) -> int:
+    """Raises LoaderError."""
+    from model_loader.errors import SourceMissing
+
+    try:
+        return path.stat().st_mtime_ns
+    except OSError as error:
+        raise SourceMissing(f"the manifest {path} is gone: import the model again ({error.strerror})") from error
 
 
 def _load(path: Path, modified_ns: int) -> Manifest:

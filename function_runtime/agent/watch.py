@@ -12,7 +12,10 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
+from collections.abc import Iterable
 from typing import Final
+
+import msgspec
 
 from function_runtime import process
 from function_runtime.agent.events import log
@@ -20,7 +23,7 @@ from function_runtime.agent.replica import Replica
 from function_runtime.agent.slot import Slot
 from function_runtime.agent.worker_process import WorkerProcess
 from function_runtime.errors import SlotError
-from function_runtime.protocol import STALLED_AFTER_S, ReplicaState, SlotEvent
+from function_runtime.protocol import STALLED_AFTER_S, ReplicaState, ReplicaStatus, ReplicaTime, SlotEvent
 from function_runtime.wire import Ping
 
 PERIOD_S: Final = 1.0
@@ -29,7 +32,8 @@ MEMORY_EVERY: Final = 10
 page to answer: with a few hundred mapped megabytes a process, once a second took a tenth of a core from the engine."""
 IDLE_EVERY: Final = 5
 """Periods from one telling of a replica to the next while only time has passed for it: a fleet at rest is told of by
-the thousand, and each telling is read by every control plane."""
+the thousand, and each telling is read by every control plane. So only the time is told, of all of a slot's in the event
+that would be sent anyway."""
 STOPPED_FOR_S: Final = 3.0
 
 
@@ -39,8 +43,8 @@ class Watch:
         self._orphan_s = orphan_s
         self._stopped_since: dict[int, tuple[float, int]] = {}
         """Since when, and the processor time it had by then: what ran in between did not stand still."""
-        self._told: dict[str, tuple[int, int]] = {}
-        """For how long each replica had worked when it was last told of, and at which look that was."""
+        self._told: dict[str, tuple[ReplicaStatus, int]] = {}
+        """What was last told of each replica, and at which look that was."""
         self._looks = 0
         self.read_at_s = time.monotonic()
         """When an event stream was last seen to be read."""
@@ -81,20 +85,25 @@ class Watch:
         if self._looks % MEMORY_EVERY == 0 or not slot.live:
             await slot.measure_memory()
         serving = [each for each in slot.live if each.state in (ReplicaState.READY, ReplicaState.DRAINING)]
-        self._told = {each.id: self._told[each.id] for each in serving if each.id in self._told}
-        for replica in serving:
-            if self._is_news(replica):
-                replica.changed()
-        slot.events.publish(SlotEvent())
+        slot.events.publish(SlotEvent(times=self._tell(serving)))
 
-    def _is_news(self, replica: Replica) -> bool:
-        """Whether it has worked since it was last told of, or that is a while ago."""
-        worked_us = replica.time.attributed_us
-        told_us, look = self._told.get(replica.id, (-1, 0))
-        if told_us == worked_us and self._looks - look < IDLE_EVERY:
-            return False
-        self._told[replica.id] = (worked_us, self._looks)
-        return True
+    def _tell(self, serving: Iterable[Replica]) -> dict[str, ReplicaTime]:
+        """Whoever has changed is told of as a whole; of those that have not, now and then, how much time has passed."""
+        before, self._told, times = self._told, {}, dict[str, ReplicaTime]()
+        for replica in serving:
+            told, look = before.get(replica.id, (None, 0))
+            if told is not None and told.time.attributed_us != replica.time.attributed_us:
+                told = None  # it has worked
+            if told is not None and self._looks - look < IDLE_EVERY:
+                self._told[replica.id] = (told, look)
+                continue
+            status = replica.status()
+            self._told[replica.id] = (status, self._looks)
+            if told is not None and msgspec.structs.replace(status, time=told.time) == told:
+                times[replica.id] = status.time
+            else:
+                replica.changed()
+        return times
 
     def _workers(self) -> list[WorkerProcess]:
         held = [replica.worker for replica in self._slot.live if replica.worker is not None]

@@ -251,6 +251,9 @@ class SlotEvent(Value, frozen=True):
     state: SlotState | None = None
     replica: ReplicaStatus | None = None
     log: str = ""
+    times: dict[str, ReplicaTime] = msgspec.field(default_factory=dict)
+    """Of replicas, by id, for which only time has passed since they were told of. Who does not know this field hears
+    how long such a replica was held when it works again, or ends."""
 
 
 class AgentInfo(Value, frozen=True):

@@ -23,6 +23,7 @@ from aiohttp import web
 from function_runtime.agent.watch import IDLE_EVERY, PERIOD_S
 from function_runtime.protocol import (
     IDLE_TOLD_S,
+    DeviceState,
     PoolEntry,
     ReplicaSpec,
     ReplicaState,
@@ -35,6 +36,7 @@ from tests.control_plane.gateway.fakes import Behaviour, FakeReplica
 
 START_S: Final = 0.05
 FORM_BYTES: Final = 128 << 20
+MEMORY_BYTES: Final = 1 << 40
 PORT: Final = 7070
 _event = msgspec.json.Encoder().encode
 _spec = msgspec.json.Decoder(ReplicaSpec)
@@ -60,6 +62,7 @@ class Slot:
         return SlotState(
             self.name, 1, f"life-of-{self.name}", True, self.warm_target, self.warm_target, 1 << 32,
             FORM_BYTES * len(self.pool), pool=tuple(self.pool.values()), replicas=tuple(self.statuses.values()),
+            devices=(DeviceState("cpu", 0, MEMORY_BYTES, MEMORY_BYTES),),
         )  # fmt: skip
 
     def publish(self, event: SlotEvent | None) -> None:
@@ -70,13 +73,12 @@ class Slot:
         """As the agent's once-a-second look tells of it."""
         await asyncio.sleep(random.random() * PERIOD_S)
         for look in itertools.count():
-            for replica_id, status in list(self.statuses.items()):
-                if status.state is ReplicaState.READY:
-                    if look % IDLE_EVERY == 0:
-                        self._change(replica_id)
-                    if look % round(IDLE_TOLD_S / PERIOD_S) == 0:
-                        self.replicas[replica_id].heartbeat()
-            self.publish(SlotEvent())
+            ready = [each for each, status in self.statuses.items() if status.state is ReplicaState.READY]
+            if look % round(IDLE_TOLD_S / PERIOD_S) == 0:
+                for replica_id in ready:
+                    self.replicas[replica_id].heartbeat()
+            due = ready if look % IDLE_EVERY == 0 else ()
+            self.publish(SlotEvent(times={each: self._age(each).time for each in due}))
             await asyncio.sleep(PERIOD_S)
 
     def load(self, identity: str) -> None:
@@ -84,12 +86,15 @@ class Slot:
             self.pool[identity] = PoolEntry(identity, identity, "ready", FORM_BYTES, reload_s=1.0)
         self.publish(SlotEvent(state=self.state))
 
-    def _change(self, replica_id: str, **changes: Any) -> None:
+    def _age(self, replica_id: str, **changes: Any) -> ReplicaStatus:
         status = msgspec.structs.replace(self.statuses[replica_id], **changes)
         held_us = time.time_ns() // 1000 - status.created_us
         told = ReplicaTime(held_us=held_us, idle_us=held_us)
         status = self.statuses[replica_id] = msgspec.structs.replace(status, time=told)
-        self.publish(SlotEvent(replica=status))
+        return status
+
+    def _change(self, replica_id: str, **changes: Any) -> None:
+        self.publish(SlotEvent(replica=self._age(replica_id, **changes)))
 
     def start(self, spec: ReplicaSpec) -> ReplicaStatus:
         tell(started=spec.replica_id, function=spec.function, slot=self.name)

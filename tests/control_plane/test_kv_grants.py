@@ -133,8 +133,8 @@ class Site:
     def on(self, slot_id: str) -> list[ReplicaStatus]:
         return self.there
 
-    def living(self, key: Any = None) -> list[ReplicaStatus]:
-        return self.there
+    def count_of(self, key: Any) -> int:
+        return len(self.there)
 
     def is_closed(self, slot_id: str) -> bool:
         return False

@@ -22,7 +22,7 @@ def predicted(forecasts: dict[tuple[str, str], Forecast], living: int = 1, now_s
             for tenant, name in (KEY, ("default", "other"), ("default", "unknown"))
         ]
     )
-    fleet: Any = SimpleNamespace(living=lambda key: [None] * living)
+    fleet: Any = SimpleNamespace(count_of=lambda key: living)
     made = Predicted(functions, fleet, lambda: now_s)
     made.forecast = forecasts.get
     return made

@@ -11,6 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from autoscaler import homes as autoscaler_homes
+from autoscaler.homes import Device, Resident, SlotHome
+from autoscaler.placement import Placement
 from autoscaler.work import Work
 from control_plane import moving, placing, slot_pools, upkeep
 from control_plane.backends.base import SlotClass
@@ -88,6 +91,40 @@ async def test_of_those_that_ended_the_last_are_remembered_and_all_that_live() -
     assert len(fleet.living()) == fleet.count_on("slot-0") == 5
     assert "r-4" not in fleet.replicas and "r-5" in fleet.replicas
     assert len(fleet.replicas) == KEEP_ENDED + 5
+
+
+async def test_a_slot_is_asked_for_a_start_before_its_function_is_looked_at_again() -> None:
+    """Or who is begun first waits for the decisions about all the others."""
+    order = list[str]()
+
+    class Slot(FakeSlot):
+        async def start_replica(self, slot_id: str, spec: ReplicaSpec) -> ReplicaStatus:
+            order.append("asked")
+            return await super().start_replica(slot_id, spec)
+
+    slot = Slot()
+    fleet, loop = Fleet(slot, Books()), asyncio.get_running_loop()
+    await fleet.start()
+    fleet.on_replica = lambda status, before: loop.call_soon(order.append, "looked at") and None
+    spec = msgspec.structs.replace(replica("r").spec, replica_id="new")
+    fleet.start_replica(Placement("slot-0", 0.1, ""), spec)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert order[:2] == ["asked", "looked at"]
+    await slot.shut()
+
+
+def test_a_slot_that_was_looked_at_and_is_the_same_is_not_put_in_order_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    def home(free_bytes: int) -> SlotHome:
+        return SlotHome("s", (Device(free_bytes, (Resident("r"),)),), pool=frozenset({"m"}))
+
+    homes, dropped = autoscaler_homes.Homes([home(5)]), list[str]()
+    drop = homes.drop
+    monkeypatch.setattr(homes, "drop", lambda slot_id: (dropped.append(slot_id), drop(slot_id)))
+    homes.put(home(5))
+    assert not dropped
+    homes.put(home(4))
+    assert dropped == ["s"] and [each.devices[0].free_bytes for each in homes] == [4]
 
 
 # --- classes of slots ---
@@ -307,7 +344,7 @@ def pools_of(told: Told, *states: SlotState) -> SlotPools:
         slots={state.slot_id: state for state in states},
         count_on=lambda slot_id: 0,
         is_terminating=lambda slot_id: False,
-        placing=SimpleNamespace(kind_of=lambda key: "small"),
+        placing=SimpleNamespace(kind_of=lambda key: "small", having=lambda identity: []),
     )
     return SlotPools(fleet, told)  # type: ignore[arg-type]
 
@@ -351,15 +388,46 @@ async def test_a_new_slot_prepares_a_few_of_its_class_and_no_other_slot_is_asked
     assert told.loaded == ["new"] * PREPARED_FUNCTIONS
 
 
-def test_what_stands_still_is_not_told_every_second() -> None:
+def test_of_what_stands_still_only_the_time_is_told_and_not_every_second() -> None:
     from function_runtime.agent.watch import IDLE_EVERY, Watch
 
-    watch = Watch(SimpleNamespace(), 60.0)  # type: ignore[arg-type]
-    still: Any = SimpleNamespace(id="r", time=msgspec.structs.replace(ReplicaTime(), attributed_us=5))
-    news: list[bool] = []
-    for look in range(2 * IDLE_EVERY):
-        watch._looks = look
-        news.append(watch._is_news(still))
-    assert news == [look % IDLE_EVERY == 0 for look in range(2 * IDLE_EVERY)]
-    still.time = ReplicaTime(attributed_us=6)
-    assert watch._is_news(still), "it has worked"
+    watch, told = Watch(SimpleNamespace(), 60.0), Counter[str]()  # type: ignore[arg-type]
+
+    def slot_of(*replica_ids: str) -> list[Any]:
+        def of(replica_id: str) -> Any:
+            found: Any = SimpleNamespace(id=replica_id, said=replica(replica_id, worked_us=5))
+            found.time = found.said.time
+            found.status = lambda: msgspec.structs.replace(found.said, time=found.time)
+            found.changed = lambda: told.update([replica_id])
+            return found
+
+        return [of(replica_id) for replica_id in replica_ids]
+
+    def look() -> dict[str, ReplicaTime]:
+        for each in there:
+            each.time = msgspec.structs.replace(each.time, held_us=each.time.held_us + 1)
+        watch._looks += 1
+        return watch._tell(there)
+
+    there = slot_of("a", "b")
+    times = [look() for _ in range(2 * IDLE_EVERY + 1)]
+    assert told == {"a": 1, "b": 1}, "as a whole once"
+    assert [number for number, each in enumerate(times) if each] == [IDLE_EVERY, 2 * IDLE_EVERY]
+    assert times[-1] == {each.id: each.time for each in there}, "both in one event"
+    there[0].time = ReplicaTime(99, 1, 6)
+    there[1].said = msgspec.structs.replace(there[1].said, port=9)
+    assert [look() for _ in range(IDLE_EVERY)][-1] == {} and told == {"a": 2, "b": 2}, "it has worked; it is another"
+
+
+async def test_that_time_has_passed_reaches_the_books_and_nobody_else() -> None:
+    fleet, news = Fleet(FakeSlot(), Books()), list[str]()
+    for number in range(3):
+        fleet.replica_changed("slot-0", replica(f"r-{number}"))
+    fleet.replica_changed("slot-0", replica("r-2", ReplicaState.ENDED))
+    changes = fleet.placing.changes
+    fleet.on_replica = lambda status, before: news.append(status.replica_id)
+    fleet.time_passed("slot-0", {each: ReplicaTime(77) for each in ("r-0", "r-2", "stranger")})
+    fleet.time_passed("elsewhere", {"r-1": ReplicaTime(77)})
+    assert [status.time.held_us for status in fleet.living()] == [77, 9]
+    assert fleet.replicas["r-2"].time.held_us == 9, "what has ended stands still"
+    assert not news and fleet.placing.changes == changes

@@ -20,6 +20,7 @@ from control_plane.backends.kubernetes.api import EVENTS, PODS, SLOT_POOLS, Api,
 from control_plane.backends.kubernetes.backoff import Backoff, refusal_words
 from control_plane.backends.kubernetes.deletion import delete_pod
 from control_plane.backends.kubernetes.fence import FencedApi, NotLeading
+from control_plane.backends.kubernetes.heard import Heard
 from control_plane.backends.kubernetes.home import PodHome, is_ready, is_running
 from control_plane.backends.kubernetes.kinds import Kinds
 from control_plane.backends.kubernetes.phases import COMING, WORDS, Phase, Progress, Seen, event_time, phase_of
@@ -37,7 +38,6 @@ from control_plane.backends.kubernetes.watching import Watching, name_of, uid_of
 from control_plane.backends.link import SlotLink
 from control_plane.backends.local import LinkedSlots
 from control_plane.settings import KubernetesSettings
-from function_runtime.protocol import ReplicaStatus, SlotState
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,11 @@ class KubernetesBackend(LinkedSlots):
         self.pools: Watching | None = None
         self.watches: list[Watching] = []
         self.progress: dict[str, Progress] = {}
+        self._class_of: dict[str, str] = {}
+        """Of each pod, by its label: asked for every slot wherever slots are looked at."""
+        self._moves = 0
+        """How often something changed that says which slots leave; `_left` holds those, as of so many moves."""
+        self._left: tuple[tuple[int, bool], frozenset[str]] | None = None
         self._events: dict[str, dict[str, Object]] = {}
         """Of each pod of ours, by the event's name."""
         self.asked: dict[str, Asked] = {}
@@ -178,10 +183,7 @@ class KubernetesBackend(LinkedSlots):
 
     def class_of(self, slot_id: str) -> str:
         asked = self.asked.get(slot_id)
-        if asked is not None:
-            return asked.class_name
-        pod = self.pod(slot_id)
-        return label_of(pod, CLASS_LABEL) if pod is not None else ""
+        return asked.class_name if asked is not None else self._class_of.get(slot_id, "")
 
     def pod(self, name: str) -> Object | None:
         return self.pods.objects.get(name) if self.pods is not None else None
@@ -198,6 +200,13 @@ class KubernetesBackend(LinkedSlots):
 
     @property
     def leaving(self) -> frozenset[str]:
+        """Made anew where something moved: every placement asks for it, and it is a look at all pods."""
+        as_of = (self._moves, self.synced)
+        if self._left is None or self._left[0] != as_of:
+            self._left = (as_of, self._look_who_leaves())
+        return self._left[1]
+
+    def _look_who_leaves(self) -> frozenset[str]:
         going = (name for name, each in self.progress.items() if each.seen.phase in (Phase.LEAVING, Phase.GONE))
         return frozenset(going) | self._leaving | frozenset(self.outdated())
 
@@ -247,6 +256,7 @@ class KubernetesBackend(LinkedSlots):
         self.kinds.pool_changed(name, now)
 
     def _kinds_changed(self) -> None:
+        self._moves += 1
         self.on_pods("")
 
     def _event_changed(self, name: str, before: Object | None, event: Object | None) -> None:
@@ -268,6 +278,8 @@ class KubernetesBackend(LinkedSlots):
         if before is not None and uid_of(before) != uid_of(pod):
             self._pod_gone(name)
         self.asked.pop(name, None)
+        self._class_of[name] = label_of(pod, CLASS_LABEL)
+        self._moves += 1
         self._note(name, pod)
         if self.progress[name].seen.phase is Phase.GONE:
             self._drop_link(name, self.progress[name].seen.words)
@@ -288,6 +300,7 @@ class KubernetesBackend(LinkedSlots):
             self.progress[name] = Progress(seen, now_s, now_s)
         elif not progress.note(seen, now_s):
             return
+        self._moves += 1
         logger.info("event=slot_phase slot=%s phase=%s reason=%s", name, seen.phase, seen.reason or "-")
         if seen.phase is Phase.READY:
             self.backoffs.pop(self.class_of(name), None)
@@ -295,6 +308,8 @@ class KubernetesBackend(LinkedSlots):
 
     def _pod_gone(self, name: str) -> None:
         progress = self.progress.pop(name, None)
+        self._class_of.pop(name, None)
+        self._moves += 1
         self._made.discard(name)
         self._events.pop(name, None)
         self._silent.pop(name, None)
@@ -303,7 +318,7 @@ class KubernetesBackend(LinkedSlots):
         if progress is not None and progress.seen.phase in (Phase.LEAVING, Phase.GONE):
             words = progress.seen.words
         self._drop_link(name, words)
-        self._leaving.discard(name)
+        self._stays(name)
         self.on_pods(name)
 
     # --- links ---
@@ -319,7 +334,7 @@ class KubernetesBackend(LinkedSlots):
             # Nothing runs on a slot that is only coming up, nor on one that nobody else has placed anything on: nobody
             # has to wait for it to know what does.
             listener.slot_lost(name, "it is coming up", agent_gone=True)
-        link.start(_Heard(self, listener))
+        link.start(Heard(self, listener))
 
     def _drop_link(self, name: str, words: str) -> None:
         self._answering.discard(name)
@@ -455,14 +470,20 @@ class KubernetesBackend(LinkedSlots):
             raise SlotUnavailable(f"the agent of {slot_id} is not heard")
         self._require_lead()
         self._leaving.add(slot_id)
+        self._moves += 1
         try:
             await link.retire()
         except BaseException:
-            self._leaving.discard(slot_id)
+            self._stays(slot_id)
             raise
         self._drop_link(slot_id, "it was given back")
         await self.delete(pod)  # it stays among those that leave until it is gone
         logger.info("event=slot_given_back slot=%s", slot_id)
+
+    def _stays(self, slot_id: str) -> None:
+        """It does not leave (any more)."""
+        self._leaving.discard(slot_id)
+        self._moves += 1
 
     async def delete(self, pod: Object) -> None:
         """Raises SlotUnavailable."""
@@ -472,26 +493,6 @@ class KubernetesBackend(LinkedSlots):
             self.deletes += await delete_pod(self.api, pod)
         except ApiError as error:
             raise SlotUnavailable(f"the pod {name_of(pod)} cannot be deleted: {error}") from error
-
-
-class _Heard:
-    """Passes on what a link hears, and notes that it does."""
-
-    def __init__(self, backend: KubernetesBackend, listener: SlotListener) -> None:
-        self._backend = backend
-        self._listener = listener
-
-    def slot_state(self, slot_id: str, state: SlotState) -> None:
-        if self._backend.answers(slot_id, True) and not state.terminating:
-            self._backend.tell_leaving(slot_id)
-        self._listener.slot_state(slot_id, state)
-
-    def replica_changed(self, slot_id: str, status: ReplicaStatus) -> None:
-        self._listener.replica_changed(slot_id, status)
-
-    def slot_lost(self, slot_id: str, reason: str, *, agent_gone: bool) -> None:
-        self._backend.answers(slot_id, False, reason)
-        self._listener.slot_lost(slot_id, reason, agent_gone=agent_gone)
 
 
 def _rank(seen: Seen) -> tuple[bool, int]:

@@ -299,11 +299,12 @@ class Cluster:
         return [status.replica_id for status in self._context.fleet.on(slot_id)]
 
     def _in_flight(self) -> Counter[str]:
-        """Requests of every replica, of all gateways."""
+        """Requests of every replica that has any, of all gateways."""
         found: Counter[str] = Counter(self._context.loop.demand.running_elsewhere())
         for lane in self._context.dispatcher.lanes:
             for seat in lane.seats.values():
-                found[seat.replica_id] += seat.taken
+                if seat.in_flight or seat.others:
+                    found[seat.replica_id] += seat.taken
         return found
 
     def _pool_is_used(self, pool: str) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from control_plane.backends.base import SlotUnavailable
-from control_plane.backends.kubernetes.api import PODS, ApiError
+from control_plane.backends.kubernetes.api import PODS, ApiError, Object
 from control_plane.backends.kubernetes.backend import KubernetesBackend
 from control_plane.backends.kubernetes.phases import COMING, Phase, budget_s
 from control_plane.backends.kubernetes.pods import DELETION_COST, IN_FLIGHT, SAFE_TO_EVICT, annotation_of, marks
@@ -132,6 +132,9 @@ class Tending:
         self._was_ready: set[str] = set()
         self._marked_s: dict[str, float] = {}
         self._tried_s: dict[str, float] = {}
+        self._at_rest: dict[str, tuple[Object, int]] = {}
+        """Slots that were ready, idle and marked so when they were last looked at: their pods as they were, and how
+        many replicas they had. While both stay there is nothing to see to, and most are so most of the time."""
         self._counted: set[str] = set()
         """Pods whose failure is held against their class already."""
         self.on_failed: Callable[[str, str], None] = lambda class_name, words: None
@@ -164,15 +167,20 @@ class Tending:
                 logger.exception("event=tending_failed")
 
     def facts(self, now_s: float) -> list[PodFacts]:
+        """Of the pods that there may be something to do about."""
         backend = self._backend
         outdated, leaving = set(backend.outdated()), backend.leaving
         in_flight = self._in_flight()
         found: list[PodFacts] = []
         for name, progress in backend.progress.items():
             seen, pod = progress.seen, backend.pod(name)
+            replicas, going = self._replicas_on(name), name in leaving
             if seen.phase is Phase.READY:
                 self._was_ready.add(name)
-            replicas = self._replicas_on(name)
+                rest = self._at_rest.get(name)
+                idle = not in_flight or not any(each in in_flight for each in replicas)
+                if rest is not None and rest[0] is pod and rest[1] == len(replicas) and idle and not going:
+                    continue
             annotations = (
                 {}
                 if pod is None
@@ -188,7 +196,7 @@ class Tending:
                     budget_s=budget_s(seen, backend.settings),
                     was_ready=name in self._was_ready,
                     outdated=name in outdated,
-                    going=name in leaving and name not in outdated,
+                    going=going and name not in outdated,
                     replicas=len(replicas),
                     in_flight=sum(in_flight.get(replica_id, 0) for replica_id in replicas),
                     marked=annotations,
@@ -198,13 +206,25 @@ class Tending:
         self._was_ready &= backend.progress.keys()
         return found
 
+    def _note_rest(self, pods: Iterable[PodFacts]) -> None:
+        """Which of those that were looked at need not be until something changes."""
+        self._at_rest = {name: rest for name, rest in self._at_rest.items() if name in self._backend.progress}
+        for each in pods:
+            self._at_rest.pop(each.name, None)
+            pod, wanted = self._backend.pod(each.name), marks(0, each.replicas)
+            rests = each.phase is Phase.READY and not (each.in_flight or each.outdated or each.going)
+            if pod is not None and rests and not is_due(each.marked, wanted, float("inf")):
+                self._at_rest[each.name] = (pod, each.replicas)
+
     async def look(self) -> None:
         if not self._leads() or not self._backend.synced:
             self._was_ready.clear()
             return
         now_s = time.monotonic()
         self._tried_s = {name: at_s for name, at_s in self._tried_s.items() if now_s - at_s < AGAIN_S}
-        tasks = decide(self.facts(now_s), now_s)
+        facts = self.facts(now_s)
+        tasks = decide(facts, now_s)
+        self._note_rest(facts)
         for name, class_name, words in tasks.failed:
             if class_name in self._backend.kinds.all and name not in self._counted:
                 self._backend.failed(class_name, words)

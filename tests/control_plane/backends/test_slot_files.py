@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -161,7 +162,7 @@ class _Link:
 
 
 async def test_a_slot_elsewhere_is_sent_a_manifest_once_and_no_peer_of_this_machine(
-    home: tuple[Path, Manifest],
+    home: tuple[Path, Manifest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, manifest = home
     slots, far, near = LinkedSlots(), _Agent(), _Agent()
@@ -173,6 +174,10 @@ async def test_a_slot_elsewhere_is_sent_a_manifest_once_and_no_peer_of_this_mach
         await slots.start_replica("far", spec_of(manifest, peers=peers))
     assert [spec.manifest_sha256 for spec in far.asked] == [*far.has] * 3
     assert [peer.url for peer in far.asked[0].peers] == ["http://10.0.0.9:7070"]
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio, "to_thread", None)
+        await slots.start_replica("far", spec_of(manifest, peers=peers))
+        assert len(far.asked) == 4, "what was sent before, and has not changed, is not read anew"
     (sent,) = far.has.values()
     assert sent[:3] == [manifest.identity, "manifest.json", "tokenizer.json"]
     await slots.start_replica("near", far.asked[0])

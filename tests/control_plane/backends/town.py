@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ from function_runtime.protocol import (
     ReplicaSpec,
     ReplicaState,
     ReplicaStatus,
+    ReplicaTime,
     SlotEvent,
     SlotState,
 )
@@ -165,6 +166,9 @@ class Listener:
         self.slots[slot_id] = state
 
     def replica_changed(self, slot_id: str, status: ReplicaStatus) -> None:
+        return
+
+    def time_passed(self, slot_id: str, times: Mapping[str, ReplicaTime]) -> None:
         return
 
     def slot_lost(self, slot_id: str, reason: str, *, agent_gone: bool) -> None:

@@ -4,7 +4,7 @@ in calls. Cluster and agents are stand-ins; everything between them is real."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from control_plane.backends import link
 from control_plane.backends.base import SlotRefused, SlotUnavailable
 from control_plane.backends.kubernetes import home
 from control_plane.backends.kubernetes.api import FUNCTIONS, LEASES, PODS, SLOT_POOLS, ApiRefused, ClusterApi
-from control_plane.doctor import examine
+from control_plane.doctor import UNPLACED_S, examine
 from control_plane.settings import KubernetesSettings, Settings, SlotSettings
-from function_runtime.protocol import AgentInfo, ReplicaSpec, ReplicaStatus, SlotEvent, SlotState
+from function_runtime.protocol import AgentInfo, ReplicaSpec, ReplicaStatus, ReplicaTime, SlotEvent, SlotState
 from tests.control_plane.backends.kubernetes.fake_cluster import FakeApi, Kubelet, listening, running, slot_pool
 from tests.control_plane.backends.town import Machine
 from tests.control_plane.gateway.conftest import Plane, Stream, body, text_of, until
@@ -57,6 +57,9 @@ class _Queue:
 
     def replica_changed(self, slot_id: str, status: ReplicaStatus) -> None:
         self.events.put_nowait(SlotEvent(replica=status))
+
+    def time_passed(self, slot_id: str, times: Mapping[str, ReplicaTime]) -> None:
+        self.events.put_nowait(SlotEvent(times=dict(times)))
 
     def slot_lost(self, slot_id: str, reason: str, *, agent_gone: bool) -> None:
         self.events.put_nowait(None)
@@ -185,6 +188,12 @@ async def test_who_waits_is_told_what_for(town: Town) -> None:
         async with town.plane.get("/api/v1/why/fn") as told:
             why = await told.json()
         assert "no node has room" in why["slots"]["coming"][0]["message"]
+        checks = {check.name: check for check in examine(town.plane.context)}
+        assert checks["cluster"].ok, "a node may be on its way"
+        assert town.plane.context.cluster is not None
+        town.plane.context.cluster.backend.progress[coming["slot_id"]].since_s -= UNPLACED_S
+        (check,) = [check for check in examine(town.plane.context) if check.name == "cluster"]
+        assert not check.ok and "Insufficient nvidia.com/gpu" in check.says and "SlotPool" in check.do
         town.kubelet.stops_at = ""
         town.kubelet.bring_up(coming["slot_id"])
         events = await reading

@@ -381,6 +381,60 @@ async def test_pods_say_when_they_are_busy_and_nothing_is_written_while_nothing_
     assert town.api.writes == writes + 1
 
 
+async def test_a_slot_at_rest_is_not_looked_at_until_something_of_it_changes(town: Town) -> None:
+    await town.start()
+    slots = [await town.ready() for _ in range(2)]
+    town.replicas = {name: [f"r-{name}"] for name in slots}
+    first = slots[0]
+
+    async def looked() -> set[str]:
+        facts = town.tending.facts
+        seen = set[str]()
+
+        def noted(now_s: float) -> Any:
+            found = facts(now_s)
+            seen.update(each.name for each in found)
+            return found
+
+        town.tending.facts = noted  # type: ignore[method-assign]
+        await town.tending.look()
+        town.tending.facts = facts  # type: ignore[method-assign]
+        return seen
+
+    for _ in range(2):
+        await town.tending.look()  # each is marked, which is news of its pod
+    assert await looked() == set()
+    town.in_flight = {f"r-{first}": 1}
+    assert await looked() == {first} and await looked() == {first}, "as long as it works"
+    town.in_flight = {}
+    for _ in range(2):
+        await town.tending.look()
+    assert await looked() == set()
+    town.replicas[first] = []
+    assert await looked() == {first}
+    (pod,) = [each for each in town.api.objects["pods"].values() if each["metadata"]["name"] == first]
+    assert pod["metadata"]["annotations"]["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "true"
+
+
+async def test_who_leaves_is_looked_for_when_something_moved_and_not_at_every_placement(town: Town) -> None:
+    await town.start()
+    name, looks, look = await town.ready(), list[int](), town.backend._look_who_leaves
+
+    def counted() -> frozenset[str]:
+        looks.append(1)
+        return look()
+
+    town.backend._look_who_leaves = counted  # type: ignore[method-assign]
+    assert [town.backend.leaving for _ in range(5)] == [frozenset()] * 5
+    assert len(looks) <= 1
+    await town.backend.remove_slot(name)
+    assert name in town.backend.leaving
+    await until(lambda: not town.backend.leaving)
+    other = await town.ready()
+    town.api.put(SLOT_POOLS, slot_pool(image="stoker@sha256:new"))
+    await until(lambda: other in town.backend.leaving)
+
+
 async def test_when_a_pool_changes_its_slots_make_way_for_those_of_the_new_class(town: Town) -> None:
     await town.start()
     idle, busy = await town.ready(), await town.ready()
