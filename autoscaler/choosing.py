@@ -163,6 +163,7 @@ class Choosing:
         """What is said from now on. `idle_since_s`: when the last activity ended; None: something is going on.
         `places`: requests at once that one replica is meant to take. `waited`: requests that were found to wait for a
         start from zero, on average: more than windows tell of where they come together."""
+        history = Once(history)
         self._waited = waited
         idle_s = 0.0 if idle_since_s is None else max(now_s - idle_since_s, 0.0)
         self._places = max(places, 1)
@@ -217,7 +218,7 @@ class Choosing:
         if not len(windows):
             windows, counts = np.array([since_s]), np.zeros(1)
         edges = np.append(windows, windows[-1] + window_s)
-        so_far = np.concatenate([[0.0], np.cumsum(np.nan_to_num(counts))])
+        so_far = np.concatenate([[0.0], np.cumsum(np.where(np.isnan(counts), 0.0, counts))])
         starts_s = np.array([start_s for start_s, _ in new])
         ends_s = starts_s + np.array([length_s for _, length_s in new])
         at_start, at_end, at_ready = (
@@ -318,9 +319,8 @@ class Choosing:
                 self.rate.settle(minute_s, arrived, before, need, costs)
         self._minute_s = end_s
         quick = QUICK if rates and need.of(2.0 * rates[-1]) > 1 else ()
-        once = Once(history)
         for name in quick:
-            outlook = RATE[name](once, now_s, HORIZON_S, STEPS)
+            outlook = RATE[name](history, now_s, HORIZON_S, STEPS)
             self._tell(name, now_s, outlook.rate, outlook.rate_high)
         self.rate.elect(need, costs)
 

@@ -19,7 +19,8 @@ _INFINITY: Final = math.inf
 
 
 def fault_of(observed: Observed, now_s: float) -> str:
-    """What is wrong with it, or nothing. NaN fails every comparison, so that one chain of them finds all."""
+    """What is wrong with it, or nothing. NaN fails every comparison, so that one chain of them finds all; among
+    many it makes their sum NaN."""
     seen_s = now_s if observed.seen_s is None else observed.seen_s
     if (
         0 <= observed.waiting < _INFINITY
@@ -51,7 +52,7 @@ def fault_of(observed: Observed, now_s: float) -> str:
         and (observed.waiting_since_s is None or -_INFINITY < observed.waiting_since_s <= now_s + AHEAD_S)
         and (observed.restart_leaves_s is None or -_INFINITY < observed.restart_leaves_s < _INFINITY)
         and all(replica.in_flight >= 0 for replica in observed.replicas)
-        and all(gap >= 0 for gap in observed.gaps_s)
+        and (not observed.gaps_s or min(observed.gaps_s) >= 0 <= sum(observed.gaps_s))
         and all(demand >= 0 and at_s < _INFINITY for at_s, demand in observed.peaks)
     ):
         return ""

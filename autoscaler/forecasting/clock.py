@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from autoscaler.forecast import Costs
 from autoscaler.forecasting.outlook import DAY_S, Numbers, Past
@@ -112,12 +113,14 @@ def minute_rates(history: Past, now_s: float, minutes: int) -> Numbers | None:
     first = int(np.argmax(seen))
     counts, begun_s = counts[first:], float(starts[first])
     judged = len(counts) // 2
-    best, rates = BETTER * _deviance(_smoothed(counts, 1)[0][judged:], counts[judged:]), None
+    came, early = _Came.of(counts[judged:]), counts[:NEEDED]
+    usual = float(np.nanmean(early)) if np.isfinite(early).any() else LEAST
+    best, rates = BETTER * came.deviance(_smoothed(counts, 1, judged, usual)[0]), None
     for season in SEASONS:
         if len(counts) < 4 * season:
             break
-        told, following = _smoothed(counts, season)
-        found = _deviance(told[judged:], counts[judged:])
+        told, following = _smoothed(counts, season, judged, usual)
+        found = came.deviance(told)
         if found < best:
             best = found
             # `following` is by place in the season, counted from where the counts begin.
@@ -126,32 +129,52 @@ def minute_rates(history: Past, now_s: float, minutes: int) -> Numbers | None:
     return rates
 
 
-def _smoothed(counts: Numbers, season: int) -> tuple[Numbers, Numbers]:
-    """What was expected of each minute before it came, and what is expected of each place of the season now."""
+def _smoothed(counts: Numbers, season: int, judged: int, usual: float) -> tuple[Numbers, Numbers]:
+    """What was expected of each minute from the `judged` one on before it came, and what is expected of each place of
+    the season now. `usual`: of a minute, before any was seen."""
     rows = -(-len(counts) // season)
     padded = np.full((rows + 1) * season, np.nan)
     padded[: len(counts)] = counts
     table = padded.reshape(rows + 1, season)
     seen = ~np.isnan(table)
     table[~seen] = 0.0
-    usual = float(np.nanmean(counts[:NEEDED])) if np.isfinite(counts[:NEEDED]).any() else LEAST
-    total, weights = np.full(table.shape, usual * UNSEEN), np.full(table.shape, UNSEEN)
+    first = judged // season
+    total = np.full((rows + 1 - first, season), usual * UNSEEN)
+    # Where everything was seen, places of a season weigh alike: one weight a season.
+    whole = bool(seen[:rows].all())
+    weights = np.full((len(total), 1) if whole else total.shape, UNSEEN)
     for back in range(1, min(BACK, rows) + 1):
-        weight = NEWEST * (1.0 - NEWEST) ** (back - 1)
-        total[back:] += weight * table[:-back]
-        weights[back:] += weight * seen[:-back]
+        weight, low = NEWEST * (1.0 - NEWEST) ** (back - 1), max(back, first)
+        before = slice(low - back, rows + 1 - back)
+        total[low - first :] += weight * table[before]
+        weights[low - first :] += weight if whole else weight * seen[before]
     told = total / weights
-    return told.ravel()[: len(counts)], told[rows]
+    return told.ravel()[judged - first * season : len(counts) - first * season], told[-1]
 
 
-def _deviance(told: Numbers, counts: Numbers) -> float:
-    """Of counts from what was told of them, as if they were Poisson: less is better."""
-    expected = np.maximum(told, LEAST)
-    seen = ~np.isnan(counts)
-    some = seen & (counts > 0)
-    each = np.where(seen, expected - np.nan_to_num(counts), 0.0)
-    each[some] += counts[some] * np.log(counts[some] / expected[some])
-    return float(each.sum())
+@dataclass(frozen=True, slots=True)
+class _Came:
+    """Counts that forecasts of them are held against."""
+
+    seen: npt.NDArray[np.bool_]
+    some: npt.NDArray[np.bool_]
+    """Where any came."""
+    counts: Numbers
+    """0 where nobody watched."""
+    positive: Numbers
+
+    @classmethod
+    def of(cls, counts: Numbers) -> _Came:
+        seen = ~np.isnan(counts)
+        some = seen & (counts > 0)
+        return cls(seen, some, np.where(seen, counts, 0.0), counts[some])
+
+    def deviance(self, told: Numbers) -> float:
+        """From what was told of them, as if they were Poisson: less is better."""
+        expected = np.maximum(told, LEAST)
+        each = np.where(self.seen, expected - self.counts, 0.0)
+        each[self.some] += self.positive * np.log(self.positive / expected[self.some])
+        return float(each.sum())
 
 
 def plan_by_clock(rates: Numbers, now_s: float, costs: Costs, waiters: float, service_s: float) -> ByClock:

@@ -16,21 +16,30 @@ class Remembered(Past, Protocol):
 
 
 class Once:
-    """A history for forecasters that read the same windows of it one after the other."""
+    """A history for forecasters that read the same of it one after the other, and change nothing of what they read."""
 
-    __slots__ = ("_history", "_read")
+    __slots__ = ("_gap_starts", "_gaps", "_history", "_read")
 
     def __init__(self, history: Remembered) -> None:
         self._history = history
         self._read: dict[tuple[int, float, float], tuple[Numbers, Numbers]] = {}
+        self._gaps: Numbers | None = None
+        self._gap_starts: Numbers | None = None
 
     @property
     def gaps_s(self) -> Numbers:
-        return self._history.gaps_s
+        if self._gaps is None:
+            self._gaps = self._history.gaps_s
+        return self._gaps
 
     @property
     def gap_starts_s(self) -> Numbers:
-        return self._history.gap_starts_s
+        if self._gap_starts is None:
+            self._gap_starts = self._history.gap_starts_s
+        return self._gap_starts
+
+    def gaps_after(self, start_s: float) -> list[tuple[float, float]]:
+        return self._history.gaps_after(start_s)
 
     def arrivals(self, resolution_s: int, since_s: float, until_s: float) -> tuple[Numbers, Numbers]:
         asked = (resolution_s, since_s, until_s)

@@ -72,23 +72,17 @@ class WarmContest:
         without = self.without(costs, waiters) if kept_s is None else ((0.0, kept_s),)
         acted = without if self.acting is None else windows_of(self.windows, start_s)
         was_cold, shifts_s = is_cold(acted, gap_s), self._shifts_s
-
-        def paid(name: str, windows: Windows) -> float:
-            earlier_s, lived_s = shifts_s[name], gap_s + min(shifts_s[name], 0.0)
-            if lived_s <= 0.0:
-                shifts_s[name] = costs.start_s if was_cold else 0.0
-                return 0.0
-            cold = is_cold(windows, lived_s)
-            shifts_s[name] = costs.start_s * (was_cold - cold)
-            # Who was done earlier had a replica meanwhile, unless it was let go behind the call in any case.
-            held = costs.devices * earlier_s if earlier_s > 0.0 and not cold else 0.0
-            return gap_cost(windows, lived_s, costs, waiters) + held
-
-        reactive = paid(REACTIVE, without)
+        first_s = shifts_s[REACTIVE]
+        reactive, then_s = _paid(without, gap_s, first_s, costs, waiters, was_cold=was_cold)
+        shifts_s[REACTIVE] = then_s
         self.reactive = FADES * self.reactive + reactive
         for name, plan in self.plans.items():
             windows = without if plan is None else windows_of(plan, start_s)
-            self.costs[name] = FADES * self.costs[name] + paid(name, windows)
+            if windows is without and shifts_s[name] == first_s:
+                cost, shifts_s[name] = reactive, then_s
+            else:
+                cost, shifts_s[name] = _paid(windows, gap_s, shifts_s[name], costs, waiters, was_cold=was_cold)
+            self.costs[name] = FADES * self.costs[name] + cost
         # The account is kept by the gaps as they were: by those that might have been one could be misled.
         spared = gap_cost(without, gap_s, costs, waiters)
         if self.acting is None:
@@ -146,6 +140,26 @@ class WarmContest:
 
     def standings(self) -> dict[str, float]:
         return {REACTIVE: self.reactive, **self.costs}
+
+
+def _paid(
+    windows: Windows, gap_s: float, earlier_s: float, costs: Costs, waiters: float, *, was_cold: bool
+) -> tuple[float, float]:
+    """What a gap costs somebody who was done `earlier_s` earlier, and by how much that is so after it. Runs for every
+    plan at every gap: a keep-alive, which most are, is reckoned at once."""
+    lived_s = gap_s + min(earlier_s, 0.0)
+    if lived_s <= 0.0:
+        return 0.0, costs.start_s if was_cold else 0.0
+    if len(windows) == 1 and windows[0][0] == 0.0:
+        closes_s = windows[0][1]
+        cold = lived_s >= closes_s
+        cost = costs.devices * closes_s + costs.of_start(waiters) if cold else costs.devices * lived_s
+    else:
+        cold = is_cold(windows, lived_s)
+        cost = gap_cost(windows, lived_s, costs, waiters)
+    # Who was done earlier had a replica meanwhile, unless it was let go behind the call in any case.
+    held = costs.devices * earlier_s if earlier_s > 0.0 and not cold else 0.0
+    return cost + held, costs.start_s * (was_cold - cold)
 
 
 def windows_of(plan: Plan, gap_start_s: float) -> Windows:

@@ -10,7 +10,16 @@ import pytest
 
 from autoscaler.decision import Observed, Phase, Reason, ReplicaView, ScalingSpec
 from autoscaler.forecast import Costs, Forecast
-from autoscaler.forecasting.clock import ByClock, Span, minute_rates, plan_by_clock
+from autoscaler.forecasting.clock import (
+    BACK,
+    NEWEST,
+    UNSEEN,
+    ByClock,
+    Span,
+    _smoothed,
+    minute_rates,
+    plan_by_clock,
+)
 from autoscaler.forecasting.credit import SHARE, STARTS
 from autoscaler.forecasting.warmth import gap_cost
 from autoscaler.scaling import decide
@@ -59,6 +68,31 @@ def test_a_season_is_found_by_what_it_would_have_foretold() -> None:
     rates = minute_rates(history, now_s, 60)
     assert rates is not None
     assert [minute for minute in range(60) if rates[minute] > 0.05] == [3, 4, 23, 24, 43, 44]
+
+
+@pytest.mark.parametrize("unseen", [0.0, 0.3], ids=["all seen", "some not"])
+@pytest.mark.parametrize(("minutes", "season"), [(720, 5), (1440, 60), (733, 20), (400, 1)])
+def test_what_is_told_of_a_minute_is_the_fading_mean_of_the_same_one_of_earlier_seasons(
+    minutes: int, season: int, unseen: float
+) -> None:
+    rng = np.random.default_rng(minutes + season)
+    counts = rng.poisson(2.0, minutes).astype(np.float64)
+    counts[rng.random(minutes) < unseen] = np.nan
+    judged, usual = minutes // 2, 1.7
+    told, following = _smoothed(counts, season, judged, usual)
+
+    def naive(minute: int) -> float:
+        total, weights = usual * UNSEEN, UNSEEN
+        for back in range(1, BACK + 1):
+            earlier = minute - back * season
+            if 0 <= earlier < minutes and not math.isnan(counts[earlier]):
+                total += NEWEST * (1.0 - NEWEST) ** (back - 1) * counts[earlier]
+                weights += NEWEST * (1.0 - NEWEST) ** (back - 1)
+        return total / weights
+
+    assert told.tolist() == [naive(minute) for minute in range(judged, minutes)]
+    place = -(-minutes // season) * season
+    assert following.tolist() == [naive(minute) for minute in range(place, place + season)]
 
 
 def test_a_plan_by_the_clock_is_one_of_windows_for_each_gap() -> None:
