@@ -5,7 +5,9 @@ first request.
     keep:    what the compilers added since -> one archive, under the key's name
 
 The key names everything the code depends on, and is repeated inside the archive; an archive of another key, or with a
-byte changed, is not unpacked. Nothing here is needed: whatever fails costs the time of compiling, never a start.
+byte changed, is not unpacked. Triton notes where the files of a kernel lie by whole paths: those are left out of the
+archive and written for the place it is unpacked to, so that what is used is what was verified, and nothing beside it.
+Nothing here is needed: whatever fails costs the time of compiling, never a start.
 Limits: whoever may write to the object store can put code into replicas, as with the functions' own handlers; two
 replicas that keep at the same time overwrite one another, and the later one's archive is the one that stays.
 """
@@ -37,7 +39,11 @@ _MAX_TABLE_BYTES: Final = 64 << 20
 STORE_S: Final = 30.0
 """For one operation of the object store: compiling anew takes about as long."""
 CACHES: Final[Mapping[str, str]] = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
-"""Where the compilers keep theirs: environment variable and folder."""
+"""Where the compilers keep theirs: environment variable and folder. What a kernel was specialised for (types, strides,
+splits of the context) is in its file's name; this engine captures nothing else of shapes."""
+_GROUP: Final = "__grp__"
+"""How Triton's note of a kernel's files begins: {"child_paths": {name: path}}, all of them beside it. One whose files
+are not where it says is as good as none: the kernel is compiled again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +110,7 @@ class Artifacts:
         files = self._files()
         if self._store is None or not files or set(files) <= self._known:
             return 0
-        archive = pack(self.key, {name: (self.directory / name).read_bytes() for name in files})
+        archive = pack(self.key, without_places({name: (self.directory / name).read_bytes() for name in files}))
         if len(archive) > MAX_BYTES:
             return 0
         self._store.put(self.object_key, archive, durable=False, within_s=STORE_S)
@@ -113,12 +119,13 @@ class Artifacts:
 
     def _restore(self) -> Restored:
         if self.directory.is_dir():
+            self._stay(self._files())
             files = self._files()
             return Restored("disk", len(files), sum((self.directory / name).stat().st_size for name in files))
         if self._store is None:
             return Restored("none", 0, 0)
         archive = self._store.get(self.object_key, within_s=STORE_S)
-        unpacked = unpack(self.key, archive)
+        unpacked = with_places(unpack(self.key, archive), self.directory)
         temporary = self.directory.with_name(f".{self.key.name}.{secrets.token_hex(4)}.tmp")
         try:
             for name, data in unpacked.items():
@@ -135,6 +142,23 @@ class Artifacts:
             shutil.rmtree(temporary, ignore_errors=True)
         return Restored("store", len(unpacked), len(archive))
 
+    def _stay(self, files: list[str]) -> None:
+        """Notes of a directory that was moved, or unpacked by an earlier version, name this one from now on."""
+        there = dict.fromkeys(files, b"")
+        for name in filter(_is_group, files):
+            path = self.directory / name
+            before = path.read_bytes()
+            try:
+                after = with_places(without_places({**there, name: before}), self.directory).get(name)
+            except FormatError:
+                after = None
+            if after is None:
+                path.unlink(missing_ok=True)
+            elif json.loads(after) != json.loads(before):
+                temporary = path.with_name(f"tmp.{secrets.token_hex(4)}")
+                temporary.write_bytes(after)
+                os.replace(temporary, path)
+
     def _files(self) -> list[str]:
         """Relative names of complete files: compilers write theirs under other names first."""
         found: list[str] = []
@@ -144,6 +168,45 @@ class Artifacts:
                 if path.is_file() and not path.is_symlink() and "tmp" not in name and not name.endswith(".lock"):
                     found.append(name)
         return found[:MAX_FILES]
+
+
+def without_places(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """As they are the same wherever they lie. Notes whose files are not all there are left out."""
+    found = dict(files)
+    for name in filter(_is_group, files):
+        try:
+            children = sorted(json.loads(files[name])["child_paths"])
+        except (ValueError, TypeError, KeyError):
+            children = []
+        if children and all(_beside(name, child) in files for child in children):
+            found[name] = json.dumps({"child_paths": {child: child for child in children}}).encode()
+        else:
+            del found[name]
+    return found
+
+
+def with_places(files: Mapping[str, bytes], directory: Path) -> dict[str, bytes]:
+    """As the compilers find them in `directory`. Raises `FormatError` for a note of anything else."""
+    found = dict(files)
+    for name in filter(_is_group, files):
+        try:
+            children = [str(child) for child in json.loads(files[name])["child_paths"]]
+        except (ValueError, TypeError, KeyError):
+            raise FormatError(f"{name} in an archive of artifacts is no note of a kernel's files") from None
+        gone = [child for child in children if _beside(name, child) not in files]
+        if gone:
+            raise FormatError(f"{name} in an archive of artifacts names {gone[0]!r}, which is not in it")
+        places = {child: str(directory / _beside(name, child)) for child in children}
+        found[name] = json.dumps({"child_paths": places}).encode()
+    return found
+
+
+def _is_group(name: str) -> bool:
+    return name.startswith("triton/") and name.rpartition("/")[2].startswith(_GROUP)
+
+
+def _beside(name: str, child: str) -> str:
+    return f"{name.rpartition('/')[0]}/{child}"
 
 
 def pack(key: ArtifactKey, files: Mapping[str, bytes]) -> bytes:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,6 +94,89 @@ def test_no_part_of_an_archive_is_unpacked(cut: int) -> None:
 def test_a_name_that_leaves_the_directory_is_refused(name: str) -> None:
     with pytest.raises(FormatError, match="names a file"):
         unpack(KEY, pack(KEY, {name: b"x"}))
+
+
+def note(*files: Path) -> bytes:
+    """As Triton writes it beside the files of a kernel."""
+    return json.dumps({"child_paths": {file.name: str(file) for file in files}}).encode()
+
+
+def test_notes_of_where_files_lie_name_the_place_they_were_unpacked_to(tmp_path: Path, store: DirectoryStore) -> None:
+    first = Artifacts(KEY, tmp_path / "slot-0", store)
+    for name, data in FILES.items():
+        compile_into(first, name, data)
+    kernel = first.directory / "triton" / "AB"
+    compile_into(first, "triton/AB/__grp__kernel.json", note(kernel / "kernel.cubin", kernel / "kernel.json"))
+    compile_into(first, "triton/AB/__grp__half.json", note(kernel / "kernel.cubin", kernel / "half.json"))
+    compile_into(first, "triton/AB/__grp__no.json", b"[1")
+    assert first.keep() > 0
+    assert str(tmp_path).encode() not in store.get(first.object_key)
+    second = Artifacts(KEY, tmp_path / "slot-1", store)
+    assert (second.restore().files, second.keep()) == (len(FILES) + 1, 0)
+    there = second.directory / "triton" / "AB"
+    told = json.loads((there / "__grp__kernel.json").read_bytes())["child_paths"]
+    assert told == {name: str(there / name) for name in ("kernel.cubin", "kernel.json")}
+    second.directory.parent.rename(tmp_path / "moved")
+    moved = Artifacts(KEY, tmp_path / "moved", store)
+    compile_into(moved, "triton/AB/__grp__half.json", note(kernel / "kernel.cubin", kernel / "half.json"))
+    assert (moved.restore().tier, moved.restore().files) == ("disk", len(FILES) + 1)
+    there = moved.directory / "triton" / "AB"
+    told = json.loads((there / "__grp__kernel.json").read_bytes())["child_paths"]
+    assert told == {name: str(there / name) for name in ("kernel.cubin", "kernel.json")}
+
+
+@pytest.mark.parametrize(
+    "said", [b"[1", b"[]", b"{}", note(Path("/etc/passwd")), note(Path("kernel.cubin"), Path("x"))]
+)
+def test_a_note_of_files_that_are_not_in_the_archive_is_refused(
+    tmp_path: Path, store: DirectoryStore, said: bytes
+) -> None:
+    artifacts = Artifacts(KEY, tmp_path / "slot", store)
+    store.put(artifacts.object_key, pack(KEY, {**FILES, "triton/AB/__grp__kernel.json": said}))
+    found = artifacts.restore()
+    assert found.tier == "none" and "__grp__kernel.json in an archive of artifacts" in found.detail
+    assert not artifacts.directory.exists()
+
+
+_COMPILE_TWICE = """
+import json, os, shutil, sys
+from pathlib import Path
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from function_runtime.artifacts import ArtifactKey, Artifacts
+from function_runtime.engine.attention.kernels import reduce_kernel
+from model_loader.objects import DirectoryStore
+
+root = Path(sys.argv[1])
+hits, binaries, places = [], [], []
+triton.knobs.compilation.listener = lambda **told: hits.append(told["cache_hit"])
+types = {"partial": "*fp32", "maxima": "*fp32", "sums": "*fp32", "mixed": "*bf16", "splits": "i32"}
+for slot in ("slot-0", "slot-1"):
+    artifacts = Artifacts(ArtifactKey("c" * 64, "sm_90", ()), root / slot, DirectoryStore(root / "objects"))
+    tier = artifacts.restore().tier
+    os.environ.update(artifacts.environment())
+    signature = {**types, "SIZE": "constexpr", "SPLITS": "constexpr"}
+    source = ASTSource(reduce_kernel, signature, constexprs={"SIZE": 64, "SPLITS": 2})
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    binaries.append(kernel.asm["cubin"])
+    places += {str(Path(path).relative_to(root)).split("/")[0] for path in kernel.metadata_group.values()}
+    artifacts.keep()
+    shutil.rmtree(root / slot)
+print(json.dumps({"hits": hits, "tier": tier, "places": places, "same": binaries[0] == binaries[1]}))
+"""
+
+
+def test_a_kernel_that_one_slot_compiled_for_a_gpu_is_not_compiled_by_the_next(tmp_path: Path) -> None:
+    """The engine's own, by the very compiler, which needs no GPU."""
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    said = subprocess.run(
+        [sys.executable, "-c", _COMPILE_TWICE, str(tmp_path)],
+        stdout=subprocess.PIPE, check=True, timeout=240, env=environment,
+    )  # fmt: skip
+    told = json.loads(said.stdout.splitlines()[-1])
+    assert told == {"hits": [False, True], "tier": "store", "places": ["slot-0", "slot-1"], "same": True}
 
 
 def test_a_store_that_is_down_costs_compiling_and_not_the_start(tmp_path: Path, store: DirectoryStore) -> None:
