@@ -9,18 +9,19 @@ import contextlib
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
-from model_loader.chunks import ChunkDigester, ChunkList
+from model_loader.chunks import CHUNK_BYTES, ChunkDigester, ChunkList
 from model_loader.errors import IntegrityError, SourceMissing
 from model_loader.manifest import Manifest, SourceFile
 from model_loader.origin import origin_sources
 from model_loader.portable import is_elsewhere
 from model_loader.ranges.local import ColdWays, LocalSource
-from model_loader.ranges.source import RangeSource
+from model_loader.ranges.source import RangeSource, Tier
 
 RECORDS: Final = "imports"
 """Folder of the models directory: what each import read."""
@@ -86,8 +87,8 @@ def _digest_file(manifest: Manifest, number: int) -> ChunkList:
 
 @contextlib.contextmanager
 def own_sources(manifest: Manifest, remember_in: Path) -> Iterator[list[RangeSource]]:
-    """This machine's files; where they are not as they were, the same files as another import found them; and the store
-    they were fetched from, if they were."""
+    """This machine's files; the same files as other imports found them (looked for at once where these are not as they
+    were, else when a chunk is bad); and the store they were fetched from, if they were."""
     with contextlib.ExitStack() as stack:
         sources: list[RangeSource] = []
         if is_elsewhere(manifest):
@@ -99,10 +100,50 @@ def own_sources(manifest: Manifest, remember_in: Path) -> Iterator[list[RangeSou
         sources.append(stack.enter_context(local_source(manifest, remember_in)))
         if not all(file.unchanged() for file in manifest.files):
             sources += [stack.enter_context(LocalSource(paths)) for paths in other_places(manifest)]
+        elif (manifest.directory.parent / RECORDS).is_dir():
+            sources.append(stack.enter_context(contextlib.closing(OtherPlace(manifest))))
         for origin in origin_sources(manifest):
             stack.callback(origin.close)
             sources.append(origin)
         yield sources
+
+
+class OtherPlace:
+    """The same files where another import found them, looked for when they are first asked for: that a disk has rotted
+    shows in no date. Limits: of several places the first that has a file."""
+
+    name: Final = "another import's files"
+    tier: Final = Tier.DISK
+    range_bytes: Final = CHUNK_BYTES
+    threads: Final = 1
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._lock = threading.Lock()
+        self._source: LocalSource | None = None
+
+    def size(self, file: str) -> int:
+        return self._found().size(file)
+
+    def read_into(self, file: str, offset: int, view: memoryview, *, within_s: float) -> int:
+        return self._found().read_into(file, offset, view, within_s=within_s)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._source is not None:
+                self._source.__exit__()
+                self._source = None
+
+    def _found(self) -> LocalSource:
+        with self._lock:
+            if self._source is None:
+                paths: dict[str, Path] = {}
+                for place in other_places(self._manifest):
+                    paths = {**place, **paths}
+                own = {file.path for file in self._manifest.files}
+                others = {file: path for file, path in paths.items() if str(path) not in own}
+                self._source = LocalSource(others, name=self.name)
+            return self._source
 
 
 def other_places(manifest: Manifest) -> list[dict[str, Path]]:

@@ -23,6 +23,8 @@ from model_loader.manifest import TensorEntry
 _TORN_BYTES: Final = 512
 """Zeros at the end of a file that are no coincidence: the smallest block a disk or a transfer leaves unwritten."""
 _MAY_END_IN_ZERO_ROWS: Final = ("model.embed_tokens.weight", "lm_head.weight")
+_MOST_READERS: Final = 16
+"""Files at once, each with a chunk in memory."""
 _REMEDY: Final = "an interrupted download leaves this; fetch the file again"
 
 
@@ -49,7 +51,7 @@ def read_files(
     for entry in tensors:
         by_file.setdefault(entry.file, []).append(entry)
     last = last_tensors(entry for entries in by_file.values() for entry in entries)
-    cores = len(os.sched_getaffinity(0))
+    cores = min(_MOST_READERS, len(os.sched_getaffinity(0)))
     readers = ThreadPoolExecutor(min(cores, len(files) or 1), thread_name_prefix="digest")
     helpers = ThreadPoolExecutor(cores, thread_name_prefix="sha256")
     try:

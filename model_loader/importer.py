@@ -40,11 +40,14 @@ from model_loader.manifest import (
 )
 from model_loader.partial_file import landed_chunks_path, landed_names
 from model_loader.progress import Progress, Reporter, run_reporting
+from model_loader.room import require_memory
 from model_loader.sources import ModelUri, ResolvedModel, check_allowed, resolve
 from model_loader.vocabulary import VOCABULARY_NAME, Vocabulary
 
 _RECORD_VERSION: Final = 2
 """Records of version 1 lead to manifests without lists of chunks: such a model is imported again."""
+_MEMORY_BYTES: Final = 96 * 1024 * 1024
+"""Headers and tokenizer while they are parsed, and what is read into."""
 ProgressCallback = Callable[[Progress], None]
 
 
@@ -88,6 +91,7 @@ def load_current(path: Path) -> Manifest:
 def _import(
     uri: str, models_dir: Path, record_path: Path, allow: tuple[str, ...], progress: ProgressCallback | None
 ) -> Manifest:
+    require_memory(_MEMORY_BYTES, f"importing {uri}")
     resolved = resolve(uri, models_dir / "sources", allow, progress)
     try:
         return _import_files(uri, resolved, models_dir, record_path, progress)

@@ -51,8 +51,13 @@ from model_loader.ranges.window import Window
 DTYPES: Final = tuple(ITEM_BYTES)
 _CHUNK_VALUES: Final = 256 * 1024
 """Values per chunk: 1 MiB of float32, which stays in the second-level cache while it is made."""
-_PANEL_VALUES: Final = 32 * 1024 * 1024
-"""Values of a transposed tensor that are held in memory at once; larger ones are written in several panels."""
+_PANEL_VALUES: Final = 16 * 1024 * 1024
+"""Values of transposed tensors that are held in memory at once, by all makers together; larger ones are written in
+several panels."""
+_MOST_MAKERS: Final = 8
+"""Tensors that are made at once: beside the form a load may take 256 MB, and each takes a share of the panels, up to 5
+MB of values and 4 MiB to read into, besides the window of all. Two processors did not show it; 64 would have held 8 GB
+of panels."""
 _STORED_AS: Final = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 """What the formats call an engine's dtype."""
 
@@ -68,12 +73,13 @@ def prepare(
     recycle: Path | None = None,
     sources: Sequence[RangeSource] = (),
     on_complete: Callable[[], None] | None = None,
+    is_last_resort: bool = True,
 ) -> ReadStats:
     """Writes the prepared form of `manifest` to `out_path`, atomically. `progress` is told the temporary name as soon
     as the form can be mapped. `recycle`: a form in the same directory that nobody maps any more; gone afterwards.
     `sources` are asked in their order, by the paths the manifest gives its files; none: those paths, then the store
-    that they were fetched from. `on_complete` is
-    called when everything has landed, before the form is sealed and gets its name."""
+    that they were fetched from. `on_complete` is called when everything has landed, before the form is sealed and gets
+    its name. `is_last_resort`: as in `PreparedWriter`."""
     plan = plan_form(manifest, dtype)
     wanted, total_bytes = plan.wanted, plan.nbytes
     reporter = Reporter("prepare", total_bytes, progress)
@@ -81,14 +87,15 @@ def prepare(
         what_next(manifest),
         own_sources(manifest, out_path.parent) as own,
         PreparedWriter(
-            out_path, manifest.identity, plan.recipe, dtype, plan.plans, groups=plan.groups, recycle=recycle
+            out_path, manifest.identity, plan.recipe, dtype, plan.plans, groups=plan.groups, recycle=recycle,
+            is_last_resort=is_last_resort,
         ) as writer,
     ):  # fmt: skip
         reader = VerifiedReader(checkpoint_chunks(manifest), sources or own, threads=threads)
         reader.check_sizes()
         maker = _Maker(manifest, dtype, reader, writer, reporter.add)
         is_copied = all(maker.is_copied(tensor, part) for tensor in wanted for part in tensor.parts)
-        makers = threads or len(os.sched_getaffinity(0))
+        makers = min(threads or len(os.sched_getaffinity(0)), _MOST_MAKERS)
         writer.follow(reader.stats, _far_bytes(manifest, reader), reader.threads if is_copied else makers)
         if progress is not None:
             progress(Progress("arriving", 0, total_bytes, str(writer.temporary)))
@@ -159,6 +166,7 @@ class _Maker:
         self._window = Window(reader)
         self._entries = {t.name: t for t in manifest.tensors}
         self._scratch = threading.local()
+        self._panel_values = _PANEL_VALUES
 
     def is_copied(self, tensor: EngineTensor, part: Part) -> bool:
         """Whether the part's bytes in the form are those of the checkpoint."""
@@ -189,6 +197,7 @@ class _Maker:
 
     def make_all(self, wanted: Sequence[EngineTensor], threads: int) -> None:
         """Tensor by tensor, several at once, in the order wanted."""
+        self._panel_values = _PANEL_VALUES // threads
         left: dict[int, int] = {}
         for tensor in wanted:
             left[tensor.group] = left.get(tensor.group, 0) + 1
@@ -229,7 +238,7 @@ class _Maker:
     def _make_transposed(self, tensor: EngineTensor) -> None:
         """Collects the rows that come in as columns of a panel, and writes the panel when it is full."""
         inputs, outputs = tensor.shape
-        offset, width = self._writer.place(tensor.name), min(outputs, max(1, _PANEL_VALUES // inputs))
+        offset, width = self._writer.place(tensor.name), min(outputs, max(1, self._panel_values // inputs))
         panel: NDArray[Any] | None = None
         first = filled = 0
         for part in tensor.parts:
@@ -250,6 +259,13 @@ class _Maker:
         """Columns from `first` on of the tensor at `offset`, which has `outputs` columns."""
         if panel.shape[1] == outputs:
             self._put(offset, panel)
+            return
+        whole = self.view(offset, len(panel) * outputs * panel.itemsize)
+        if whole is not None:
+            # Thousands of short rows in one call, which lets go of the interpreter.
+            rows = np.frombuffer(whole, dtype=panel.dtype).reshape(len(panel), outputs)
+            rows[:, first : first + panel.shape[1]] = panel
+            self.moved(panel.nbytes)
             return
         for row, values in enumerate(panel):
             self._put(offset + (row * outputs + first) * panel.itemsize, values)

@@ -22,6 +22,8 @@ from model_loader.errors import LoaderError
 from model_loader.manifest import TOKENIZER_NAME, Manifest, SourceFile
 from model_loader.progress import Progress, Reporter, run_reporting, say_event
 
+_MOST_READERS: Final = 16
+"""Chunks in memory at once."""
 _SHOWN_BAD: Final = 1000
 """Chunks of one file that are told one by one."""
 
@@ -100,8 +102,8 @@ def _verify_file(file: SourceFile, chunks: ChunkList, on_bytes: Callable[[int], 
             )
             return BadPart(file.path, begin, nbytes, expected, found.hex(), told)
 
-        told_parts = 0
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix="verify") as pool:
+        told_parts, readers = 0, min(_MOST_READERS, len(os.sched_getaffinity(0)))
+        with ThreadPoolExecutor(readers, thread_name_prefix="verify") as pool:
             for bad in pool.map(check, range(len(chunks))):
                 if bad is not None and told_parts < _SHOWN_BAD:
                     told_parts += 1

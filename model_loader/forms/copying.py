@@ -33,6 +33,7 @@ def copy_form(
     threads: int = 0,
     recycle: Path | None = None,
     on_complete: Callable[[], None] | None = None,
+    is_last_resort: bool = False,
 ) -> ReadStats:
     """`sources` have the form's body as the file `name` and are asked in their order. The rest is as in
     `recipe.prepare`."""
@@ -49,7 +50,7 @@ def copy_form(
         planned.plans,
         groups=planned.groups,
         recycle=recycle,
-        is_last_resort=False,
+        is_last_resort=is_last_resort,
     ) as writer:
         reader = VerifiedReader({name: head.chunks}, sources, threads=threads)
         writer.follow(reader.stats, head.preamble.body_bytes if reader.is_far(name) else 0, reader.threads)

@@ -1,5 +1,5 @@
 """Getting a form: from the disk tier, from other slots' pools, from the object store, or by the recipe, the quickest
-first; what fails falls back to the next, and to making it in the end.
+first; what fails falls back to the next, until there is none.
 
 `python -m model_loader.forms.loading` waits for one order (a line of JSON) on stdin, since it holds tokens, and tells
 progress and outcome as NDJSON on stdout. `--keep` instead stores a form that is complete where that is worth it, and
@@ -61,24 +61,27 @@ class Loaded:
 
 
 def load_form(order: FormOrder, progress: ProgressCallback | None = None) -> Loaded:
-    """Writes the form that is wanted to `order.out`. Raises what making it raised, if nothing else worked either."""
+    """Writes the form that is wanted to `order.out`. Raises what making it raised, if nothing else worked either: a
+    checkpoint that is not what it was costs the load only where nobody has the form."""
     manifest = current_manifest(Path(order.manifest_path))
     out = Path(order.out)
     rates = Rates(out.parent / RATES_NAME)
     name = form_name(manifest.identity, recipe_name(order.dtype))
     recycle = Path(order.recycle) if order.recycle else None
     tried: list[str] = []
+    unmade: LoaderError | None = None
     with contextlib.ExitStack() as stack:
         places = _places(order, name, stack, tried)
-        for origin in _ranked(places, manifest, order.dtype, rates):
-            begin_s = time.monotonic()
+        ways = _ranked(places, manifest, order.dtype, rates)
+        for origin in ways:
+            begin_s, is_last = time.monotonic(), origin is ways[-1]
             try:
-                stats = _get(origin.kind, places, manifest, order, name, progress, recycle)
+                stats = _get(origin.kind, places, manifest, order, name, progress, recycle, is_last=is_last)
             except (OutOfSpace, MemoryError):
                 raise
             except LoaderError as error:
                 if origin.kind == MAKE:
-                    raise
+                    unmade = error
                 tried.append(f"{origin.kind}: {error}")
                 recycle = None  # used up, if it got that far
                 continue
@@ -88,7 +91,7 @@ def load_form(order: FormOrder, progress: ProgressCallback | None = None) -> Loa
             if stats.bad_chunks and (disk := places.get("disk")) is not None and isinstance(disk.sources[0], DiskForms):
                 disk.sources[0].mend(name)
             return Loaded(origin.kind, stats, seconds, tuple(tried))
-    raise SourceMissing(f"there is no way to the form {name[:12]}: {'; '.join(tried)}")
+    raise unmade or SourceMissing(f"there is no way to the form {name[:12]}: {'; '.join(tried)}")
 
 
 def keep_form(order: FormOrder, make_s: float) -> dict[str, int]:
@@ -168,6 +171,8 @@ def _get(
     name: str,
     progress: ProgressCallback | None,
     recycle: Path | None,
+    *,
+    is_last: bool,
 ) -> ReadStats:
     out = Path(order.out)
 
@@ -176,7 +181,10 @@ def _get(
             progress(Progress("landed", 0, 0))
 
     if kind == MAKE:
-        return prepare(manifest, order.dtype, out, progress, threads=order.threads, recycle=recycle, on_complete=landed)
+        return prepare(
+            manifest, order.dtype, out, progress, threads=order.threads, recycle=recycle, on_complete=landed,
+            is_last_resort=is_last,
+        )  # fmt: skip
     place = places[kind]
     others = [
         source
@@ -186,7 +194,7 @@ def _get(
     ]
     return copy_form(
         manifest, order.dtype, out, name, place.head, [*place.sources, *others], progress,
-        threads=order.threads, recycle=recycle, on_complete=landed,
+        threads=order.threads, recycle=recycle, on_complete=landed, is_last_resort=is_last,
     )  # fmt: skip
 
 

@@ -38,6 +38,8 @@ MAPPED_BYTES: Final = 512 * 1024
 """Copied past the processor's caches at a time, then digested out of them: what one core's second level holds. 4 MiB
 took a sixth more processor time where others use the processor: a part had left the caches before it was digested."""
 _LEAST_MAPPED_BYTES: Final = 64 * 1024
+MOST_THREADS: Final = 16
+"""More would hold more memory (4 MiB each) and bring nothing sooner: two or three fill a disk, eight a memory bus."""
 TRIALS: Final = 6
 """Cold reads of each way before one is chosen."""
 _ALIGNMENT: Final = 4096
@@ -167,7 +169,7 @@ class LocalSource:
 
     def __init__(self, paths: Mapping[str, Path], ways: ColdWays | None = None, name: str = "disk") -> None:
         self.name = name
-        self.threads = max(2, len(os.sched_getaffinity(0)))
+        self.threads = min(MOST_THREADS, max(2, len(os.sched_getaffinity(0))))
         self._paths = paths
         self._ways = ways or ColdWays()
         self._opened: dict[str, _Opened] = {}

@@ -146,6 +146,13 @@ class Loads:
         rates |= {kind: 1e12, **({"copy as is": 1e12} if kind == "make" else {})}
         (self.agents[slot].pool_directory / RATES_NAME).write_text(json.dumps(rates))
 
+    def forget_kept(self, slot: int, model: int) -> None:
+        """The disk tier and the object store have nothing of the form."""
+        shutil.rmtree(self.agents[slot].directory / "chunks", ignore_errors=True)
+        name = form_name(self.manifests[model].identity, recipe_name(DTYPE))
+        for part in ("head", "body"):
+            self.stored.directory.delete(f"forms/{name}/{part}")
+
     def source(self, model: int) -> Path:
         return Path(self.manifests[model].files[0].path)
 
@@ -271,7 +278,7 @@ def bad_source(loads: Loads, slot: int, model: int) -> None:
     kind = loads.choose.choice(["flipped", "short", "zero tail", "swapped", "missing", "rewritten while it is read"])
     loads.evict(slot, model)
     loads.prefer(slot, "make")
-    shutil.rmtree(loads.agents[slot].directory / "chunks", ignore_errors=True)
+    loads.forget_kept(slot, model)
     try:
         if kind == "missing":
             path.rename(path.with_suffix(".away"))
@@ -300,6 +307,28 @@ def bad_source(loads: Loads, slot: int, model: int) -> None:
             path.with_suffix(".away").rename(path)
         path.write_bytes(content)
     loads.refused(said, path.name)
+    loads.must_load(slot, model)
+
+
+def bad_source_of_a_form_others_have(loads: Loads, slot: int, model: int) -> None:
+    """The file is not what was imported, and the other slot's pool has the form: that costs making it, not the load."""
+    path = loads.source(model)
+    content = path.read_bytes()
+    loads.must_load(1 - slot, model)
+    loads.evict(slot, model)
+    loads.prefer(slot, "make")
+    loads.forget_kept(slot, model)
+    kind = loads.choose.choice(["flipped", "short", "missing"])
+    try:
+        if kind == "missing":
+            path.unlink()
+        else:
+            path.write_bytes(altered(content, loads.choose) if kind == "flipped" else content[: len(content) // 2])
+        said = loads.warm(slot, model, peers=True)
+    finally:
+        path.write_bytes(content)
+    if said:
+        loads.found.stuck.append(f"a file that was {kind} cost a load though a peer had the form: {said[:300]}")
     loads.must_load(slot, model)
 
 
@@ -465,6 +494,7 @@ STEPS: Final[dict[str, Callable[[Loads, int, int], None]]] = {
     "kill -9 of a load": kill_load,
     "kill -9 of an agent": kill_agent,
     "a source that is not what it was": bad_source,
+    "a source that is not what it was, of a form others have": bad_source_of_a_form_others_have,
     "a peer that dies": dying_peer,
     "a peer behind a bad network": peer_behind_a_bad_network,
     "an object store behind a bad network": store_behind_a_bad_network,

@@ -20,6 +20,7 @@ from model_loader.file_memory import HUGE_BYTES, address_of, huge_share, is_cach
 from model_loader.form_memory import REGION_BYTES, FormMemory
 from model_loader.manifest import Manifest
 from model_loader.prepared import PreparedFile
+from model_loader.progress import Progress
 from model_loader.recipe import prepare
 from tests.support.checkpoints import make_tiny_llama
 
@@ -189,6 +190,20 @@ def test_a_form_made_in_shared_memory_is_that_made_on_a_disk(
         found = PreparedFile.open(shared_memory / name, verify=True)
         for tensor in wanted.keys():  # noqa: SIM118
             np.testing.assert_array_equal(found.tensor(tensor), wanted.tensor(tensor))
+
+
+def test_a_tensor_written_in_panels_in_shared_memory_is_the_same(
+    tiny: Path, tmp_path: Path, shared_memory: Path, imported: Callable[[Path], Manifest],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    manifest = imported(tiny)
+    prepare(manifest, "float32", tmp_path / "whole")
+    monkeypatch.setattr("model_loader.recipe._PANEL_VALUES", 2 * 64 * 50)
+    seen: list[Progress] = []
+    prepare(manifest, "float32", shared_memory / "panels", seen.append, threads=2)
+    whole, panels = (PreparedFile.open(f, verify=True) for f in (tmp_path / "whole", shared_memory / "panels"))
+    assert panels.chunks() == whole.chunks()
+    assert seen[-1].done_bytes == seen[-1].total_bytes
 
 
 def test_a_form_in_small_pages_is_put_into_huge_ones_while_others_map_it(shared_memory: Path) -> None:

@@ -229,6 +229,40 @@ def test_a_rotten_chunk_on_disk_comes_from_the_store_and_is_removed(
     assert not chunk.exists()
 
 
+@pytest.mark.parametrize("place", ["peer", "disk", "store", "nowhere"])
+def test_a_checkpoint_that_is_not_what_it_was_costs_the_load_only_where_nobody_has_the_form(
+    tmp_path: Path, form: PreparedFile, agents: list[FakeAgent], place: str
+) -> None:
+    source = make_tiny_llama(tmp_path / "tiny", hidden=256, layers=3)
+    manifest = import_model(f"file://{source}", tmp_path / "models")
+    (tmp_path / "pool").mkdir()
+    order = FormOrder(
+        str(manifest.path), "float32", str(tmp_path / "pool" / "f.prepared"),
+        disk=str(tmp_path / "disk"), disk_bytes=1 << 30, store=f"file://{tmp_path / 'objects'}",
+        pool_key=pool_key(manifest.identity, "float32"),
+    )  # fmt: skip
+    if place in ("disk", "store"):
+        load_form(order)
+        keep_form(fast(replace(order, **{{"disk": "store", "store": "disk"}[place]: ""})), 1000.0)
+        Path(order.out).unlink()
+    if place == "peer":
+        order = replace(order, peers=(agents[0].address,))
+    content = bytearray((source / "model.safetensors").read_bytes())
+    content[-100] ^= 1
+    (source / "model.safetensors").write_bytes(content)
+    fast(order, **{"make": 1e12, "copy as is": 1e12})
+    seen: list[Progress] = []
+    if place == "nowhere":
+        with pytest.raises(IntegrityError, match=r"model\.safetensors .* expected is .* import the model again"):
+            load_form(order)
+        return
+    loaded = load_form(order, seen.append)
+    assert loaded.kind == place and same(order.out, form)
+    (said,) = loaded.tried
+    assert said.startswith("make: ") and "import the model again" in said
+    assert len([told for told in seen if told.path]) == 2, "who maps it is told of both ways"
+
+
 def test_a_head_with_a_changed_byte_is_no_head(form: PreparedFile) -> None:
     raw = head_of(form).to_bytes()
     where = Path("x.head")

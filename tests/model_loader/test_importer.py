@@ -10,18 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from model_loader import importer
+from model_loader import importer, room
 from model_loader.description import Description
 from model_loader.errors import (
     FormatError,
     IntegrityError,
     LoaderError,
+    OutOfSpace,
     SourceMissing,
     SourceRefused,
     SourceUnavailable,
 )
 from model_loader.importer import import_model
 from model_loader.manifest import Manifest
+from model_loader.memory_limit import Memory
 from model_loader.prepared import PreparedFile
 from model_loader.progress import Progress
 from model_loader.recipe import prepare
@@ -306,6 +308,42 @@ def test_a_checkpoint_imported_from_two_places_is_loaded_from_the_one_that_is_le
     shutil.rmtree(copy if gone != "second" else tiny)
     with pytest.raises((SourceMissing, IntegrityError), match=r"model\.safetensors"):
         prepare(Manifest.load(manifest.path), "float32", tmp_path / "again")
+
+
+def test_a_chunk_that_rotted_without_a_trace_comes_from_the_other_place_it_was_imported_from(
+    tiny: Path, tmp_path: Path
+) -> None:
+    models = tmp_path / "models"
+    copy = Path(shutil.copytree(tiny, tmp_path / "copy"))
+    import_model(f"file://{copy}", models)
+    manifest = import_model(f"file://{tiny}", models)
+    prepare(manifest, "float32", tmp_path / "before")
+    rot(tiny / "model.safetensors")
+    assert all(file.unchanged() for file in manifest.files)
+    stats = prepare(manifest, "float32", tmp_path / "out")
+    assert stats.bad_chunks == 1
+    before, after = (PreparedFile.open(tmp_path / name, verify=True) for name in ("before", "out"))
+    assert before.chunks() == after.chunks()
+    rot(copy / "model.safetensors")
+    with pytest.raises(IntegrityError, match=r"model\.safetensors.* expected"):
+        prepare(manifest, "float32", tmp_path / "again")
+
+
+def test_memory_that_is_too_small_is_said_before_anything_is_read(
+    tiny: Path, imported: Import, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "read_memory", lambda: Memory(1 << 40, 1 << 20))
+    monkeypatch.setattr(importer, "resolve", lambda *_: pytest.fail("the model was looked for"))
+    with pytest.raises(OutOfSpace, match=r"importing file://.* bytes of memory, 1048576 are available"):
+        imported(tiny)
+
+
+def rot(path: Path) -> None:
+    """A bit of its last chunk, and nothing that shows from outside."""
+    found, content = path.stat(), bytearray(path.read_bytes())
+    content[-100] ^= 4
+    path.write_bytes(content)
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
 
 
 def test_what_a_killed_import_had_begun_is_removed_by_the_next(tiny: Path, imported: Import) -> None:

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -100,6 +101,24 @@ def test_a_tensor_written_in_panels_is_the_same(
     prepare(manifest, "float32", tmp_path / "panels")
     whole, panels = (PreparedFile.open(tmp_path / name, verify=True) for name in ("whole", "panels"))
     assert panels.chunks() == whole.chunks()
+
+
+def test_what_is_held_beside_the_form_does_not_grow_with_the_processors(
+    tmp_path: Path, imported: Import, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A panel for each of as many tensors as there are threads would be twice as much."""
+    sizes = {"hidden": 256, "heads": 4, "kv_heads": 2, "layers": 4}
+    manifest = imported(make_tiny_llama(tmp_path / "model", **sizes))
+    monkeypatch.setattr("model_loader.recipe._PANEL_VALUES", 256 * 1024)
+    monkeypatch.setattr("model_loader.recipe._CHUNK_VALUES", 16 * 1024)
+    tracemalloc.start()
+    try:
+        prepare(manifest, "float32", tmp_path / "form", threads=64)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 6_000_000, f"{peak} bytes"
+    PreparedFile.open(tmp_path / "form", verify=True)
 
 
 def test_bfloat16_rounds_to_nearest_even_and_keeps_nan_and_infinity() -> None:
