@@ -180,6 +180,7 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
     if traces is not None:
         traces.leads = lambda: fleet.keeps_books
         fleet.watchers.append(traces.replica_changed)
+        fleet.slot_watchers.append(traces.slot_changed)
     loop.on_new_agent = importing.slot_appeared
     drains = Drains(db)
     loop.parking = Parking(drains, dispatcher, fleet, seating, decisions)

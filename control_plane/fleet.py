@@ -73,6 +73,7 @@ class Fleet:
         self.on_replica: Callable[[ReplicaStatus, ReplicaStatus | None], None] = lambda status, before: None
         """Told of all news: the new status and the one before."""
         self.watchers: list[Callable[[ReplicaStatus, ReplicaStatus | None], None]] = []
+        self.slot_watchers: list[Callable[[SlotState, SlotState | None], None]] = []
         """Told before, of a replica that is new or in another state: not that time has passed for it."""
         self.on_slot: Callable[[str, bool], None] = lambda slot_id, anew: None
         """Told when a slot came into sight (`anew`: under another agent) or went out of it."""
@@ -289,6 +290,8 @@ class Fleet:
                 if status.replica_id not in there and not placeholder:
                     self._take(slot_id, gone_with_agent(status))
             self._end_unended(slot_id)
+        for watch in self.slot_watchers:
+            watch(state, known)
         self.on_slot(slot_id, first)
         self._tell_waiters()
 

@@ -10,11 +10,11 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from control_plane.backends.base import Backend, SlotUnavailable
 from control_plane.lanes import FunctionKey
-from function_runtime.protocol import Peer
+from function_runtime.protocol import Peer, SlotState
 
 if TYPE_CHECKING:
     from control_plane.fleet import Fleet
@@ -25,6 +25,27 @@ PEERS: Final = 4
 """Slots a checkpoint is read from at once."""
 FULL_SHARE: Final = 0.9
 """A pool that is as full takes nothing that nobody has asked for."""
+
+
+def in_pools(slots: Mapping[str, SlotState], identity: str | None) -> list[dict[str, Any]]:
+    """A checkpoint's forms, slot by slot, as the APIs show them."""
+    return [
+        {
+            "slot_id": slot_id,
+            "key": entry.key,
+            "state": entry.state,
+            "dtype": entry.dtype,
+            "nbytes": entry.nbytes,
+            "holders": list(entry.holders),
+            "reload_s": entry.reload_s,
+            "chance": entry.chance,
+            "load": entry.load or None,
+            "error": entry.error or None,
+        }
+        for slot_id, slot in slots.items()
+        for entry in slot.pool
+        if entry.identity == identity
+    ]
 
 
 class SlotPools:

@@ -57,6 +57,7 @@ def pool_families(slots: Mapping[str, SlotState]) -> Iterator[Any]:
     nbytes = CounterMetricFamily("stoker_load_bytes", "Read for loads, by tier", labels=["slot", "tier"])
     seconds = CounterMetricFamily("stoker_load_seconds", "Spent on loads", labels=["slot"])
     chunks = CounterMetricFamily("stoker_load_chunks", "Chunks read, by verdict", labels=["slot", "verdict"])
+    retries = CounterMetricFamily("stoker_load_retries", "Ranges that were asked for again", labels=["slot"])
     failed = CounterMetricFamily("stoker_load_failures", "Loads that came to nothing", labels=["slot"])
     for slot_id, slot in slots.items():
         budget.add_metric([slot_id], slot.pool_budget_bytes)
@@ -73,5 +74,6 @@ def pool_families(slots: Mapping[str, SlotState]) -> Iterator[Any]:
         seconds.add_metric([slot_id], slot.loads.seconds)
         chunks.add_metric([slot_id, "verified"], slot.loads.chunks)
         chunks.add_metric([slot_id, "bad"], slot.loads.bad_chunks)
+        retries.add_metric([slot_id], slot.loads.retries)
         failed.add_metric([slot_id], slot.loads.failures)
-    yield from (budget, used, entries, loads, nbytes, seconds, chunks, failed)
+    yield from (budget, used, entries, loads, nbytes, seconds, chunks, retries, failed)

@@ -1,4 +1,4 @@
-"""Spans for OpenTelemetry, told to a collector by OTLP over HTTP: requests, and starts of replicas.
+"""Spans for OpenTelemetry, told to a collector by OTLP over HTTP: requests, starts of replicas, loads of checkpoints.
 
     recorder (`request_trace`) or agent's stages -> spans, made when they have ended -> bounded queue -> a thread sends
 
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from control_plane.trace_context import TraceSeed, parse_traceparent, span_id, trace_id
-from function_runtime.protocol import ReplicaState, ReplicaStatus
+from function_runtime.protocol import ReplicaState, ReplicaStatus, SlotState
 
 if TYPE_CHECKING:
     from control_plane.errors import StokerError
@@ -244,6 +244,31 @@ class Traces:
                 error,
             )
         )
+
+    # --- loads ---
+
+    def slot_changed(self, state: SlotState, before: SlotState | None) -> None:
+        """Tells of each form that came into a pool, for a replica or ahead of one: a trace of one span."""
+        if before is None or before.incarnation != state.incarnation or not self.leads():
+            return
+        known = {entry.key for entry in before.pool if entry.state == "ready"}
+        for entry in state.pool:
+            if entry.key in known or entry.state != "ready" or not entry.load_s:
+                continue
+            end_ns, duration_us = self.now_ns(), int(entry.load_s * 1e6)
+            attributes: Attributes = {
+                "stoker.slot": state.slot_id,
+                "stoker.checkpoint": entry.identity,
+                "stoker.dtype": entry.dtype,
+                "stoker.bytes": entry.nbytes,
+                "stoker.detail": entry.load,
+                **_rate(entry.nbytes, duration_us),
+            }
+            at = SpanRef(_randomness.getrandbits(128) or 1, _randomness.getrandbits(64) or 1)
+            try:
+                self.tell(Told(f"load {entry.identity[:12]}", at, 0, end_ns - duration_us * _MICRO, end_ns, attributes))
+            except Exception as error:
+                logger.warning("event=trace_lost slot=%s error=%s", state.slot_id, error)
 
     def close(self) -> None:
         """Sends what is waiting, for as long as `CLOSE_S`."""

@@ -16,6 +16,7 @@ from control_plane.decisions import Decision
 from control_plane.errors import NotFound
 from control_plane.ledger import LedgerRow
 from control_plane.records import Attempt, RequestRecord
+from control_plane.slot_pools import in_pools
 from control_plane.why_scaling import scaling_body
 from function_runtime.protocol import ReplicaStatus
 
@@ -117,6 +118,10 @@ async def _function(context: AppContext, name: str, tenant: str) -> dict[str, An
         },
         "start_error": context.loop.start_error((tenant, name), function.revision) or None,
         "scaling": scaling_body(context, function, decisions),
+        "pools": [
+            {name: value for name, value in each.items() if name != "holders"}  # who else uses it is not told
+            for each in in_pools(context.fleet.slots, function.current.identity)
+        ],
         "slots": None if context.cluster is None else context.cluster.slots_of((tenant, name)),
         "replicas": [replica_body(context, status) for status in replicas],
         "requests": [

@@ -22,6 +22,7 @@ from control_plane.backends.base import SlotUnavailable
 from control_plane.errors import Conflict, Forbidden, Internal, InvalidRequest, NotFound, StokerError
 from control_plane.functions import Function
 from control_plane.model_tool import Line, run_import, run_verification
+from control_plane.slot_pools import in_pools
 from control_plane.tenants import DEFAULT_TENANT, ApiKey, Role
 from model_loader.catalogue import KnownModel, find_model, list_models, remove_model
 from model_loader.errors import LoaderError, SourceMissing, SourceRefused
@@ -157,22 +158,7 @@ def routes(context: AppContext) -> list[web.RouteDef]:
         return await _told(request, lines())
 
     def pooled(model: KnownModel) -> list[dict[str, Any]]:
-        return [
-            {
-                "slot_id": slot_id,
-                "key": entry.key,
-                "state": entry.state,
-                "dtype": entry.dtype,
-                "nbytes": entry.nbytes,
-                "holders": list(entry.holders),
-                "reload_s": entry.reload_s,
-                "chance": entry.chance,
-                "error": entry.error or None,
-            }
-            for slot_id, slot in context.fleet.slots.items()
-            for entry in slot.pool
-            if entry.identity == model.identity
-        ]
+        return in_pools(context.fleet.slots, model.identity)
 
     async def warm(request: web.Request) -> web.Response:
         """Into the pool of every slot, or of the one that is named."""

@@ -74,6 +74,8 @@ def inspect_model(data_dir: Path | None, url: str | None, name: str, tensors: bo
     for entry in model["pools"]:
         held = f", used by {', '.join(entry['holders'])}" if entry["holders"] else ""
         print(f"  pool       {entry['slot_id']}: {entry['state']}, {entry['dtype']}, {size(entry['nbytes'])}{held}")
+        if entry.get("load"):
+            print(f"             {entry['load']}")
     rows = [
         (file["path"], size(file["nbytes"]), (file["sha256"] or "-")[:16], "" if file["unchanged"] else "changed")
         for file in model["files"]

@@ -35,8 +35,8 @@ def explain_why(data_dir: Path | None, url: str | None, what: str, as_json: bool
 
 def paragraphs(told: dict[str, Any]) -> list[str]:
     return [
-        heading(told), scaling(told), forecasts(told), causes(told), stages(told), attempts(told), starts(told),
-        timeline(told), costs(told),
+        heading(told), scaling(told), forecasts(told), causes(told), stages(told), attempts(told), pools(told),
+        starts(told), timeline(told), costs(told),
     ]  # fmt: skip
 
 
@@ -173,6 +173,21 @@ def attempts(told: dict[str, Any]) -> str:
     ]
     head = ("EPOCH", "REPLICA", "AFTER TOKEN", "KV LOADED", "RECOMPUTED", "EXACT", "ENDED BY")
     return columns(head, rows) if rows else ""
+
+
+def pools(told: dict[str, Any]) -> str:
+    """Where a function's checkpoint is ready to be mapped, and how it came there, for a request or ahead of one."""
+    rows = [
+        (
+            entry["slot_id"],
+            entry["state"],
+            entry["dtype"],
+            size(entry["nbytes"]),
+            entry["error"] or entry["load"] or "-",
+        )
+        for entry in told.get("pools", ())
+    ]
+    return columns(("SLOT", "POOL", "DTYPE", "BYTES", "HOW IT CAME"), rows) if rows else ""
 
 
 def starts(told: dict[str, Any]) -> str:

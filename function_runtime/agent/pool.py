@@ -138,12 +138,18 @@ class Pool:
         lease = await self._pool.acquire(Path(manifest_path), dtype, holder, peers=addresses, may_arrive=may_arrive)
         if lease.tier != "pool":
             self._on_change()
-        detail = lease.outcome.describe() if lease.outcome is not None else ""
+        detail = ""
+        if lease.landing is None:
+            detail = self._how(lease.key) if lease.outcome is not None else f"was here: {self._how(lease.key)}"
         landing = None
         if lease.landing is not None:
             landing = asyncio.create_task(self._landed(lease.key, lease.landing), name=f"landing {lease.key}")
             landing.add_done_callback(lambda done: done.cancelled() or done.exception())
         return Checkpoint(str(lease.path), lease.tier, lease.nbytes, detail, str(lease.arriving or ""), landing)
+
+    def _how(self, key: str) -> str:
+        outcome = self._pool.outcome(key)
+        return outcome.describe() if outcome is not None else "left by an earlier agent, every chunk verified"
 
     async def _landed(self, key: str, work: asyncio.Task[None]) -> LoadOutcome:
         await asyncio.shield(work)
@@ -167,6 +173,8 @@ class Pool:
                 dtype=entry.dtype,
                 reload_s=entry.reload_s,
                 chance=entry.chance,
+                load=self._how(entry.key) if entry.state is EntryState.READY else "",
+                load_s=outcome.seconds if (outcome := self._pool.outcome(entry.key)) is not None else 0.0,
             )
             for entry in self._pool.entries()
         )

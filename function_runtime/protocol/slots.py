@@ -191,6 +191,10 @@ class PoolEntry(Value, frozen=True):
     """What its last load took, or would take by a prior."""
     chance: float | None = None
     """Of being wanted within the forecast's horizon; None: no forecast holds."""
+    load: str = ""
+    """How it came, in words: from where, bytes, speed, chunks verified. Empty: while it comes, and of older agents."""
+    load_s: float = 0.0
+    """What that took; 0: it was here when the agent began."""
 
 
 class LoadTotals(Value, frozen=True):

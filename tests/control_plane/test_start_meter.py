@@ -62,6 +62,8 @@ def test_pools_and_loads_of_every_slot_are_told() -> None:
     assert told["stoker_loads_total", "s0", "peer"] == 1
     assert told["stoker_load_bytes_total", "s0", "disk"] == 500
     assert told["stoker_load_chunks_total", "s0", "bad"] == 1
+    assert told["stoker_load_retries_total", "s0"] == 2
+    assert told["stoker_load_seconds_total", "s0"] == 1.5
     assert told["stoker_load_failures_total", "s0"] == 3
 
 
@@ -87,6 +89,33 @@ def test_a_start_is_a_span_with_one_below_it_for_each_stage() -> None:
     traces.replica_changed(status(ReplicaState.FAILED, ready_us=0, error=error), starting)
     failed = next(span for span in exporter.get_finished_spans() if span.parent is None)
     assert failed.status.description == "prepare_failed: no"
+
+
+def test_every_load_is_a_span_whoever_it_was_for() -> None:
+    pytest.importorskip("opentelemetry.sdk.trace")
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter = InMemorySpanExporter()
+    traces = Traces(SimpleSpanProcessor(exporter), now_ns=lambda: 9_000_000_000)
+    found = PoolEntry("old", "beef", "ready", 100, load="left by an earlier agent, every chunk verified")
+    loading = PoolEntry("k", "c0ffee" * 4, "loading", 600)
+    empty = SlotState("s0", 1, "i", True, 0, 0, 1000, 600, pool=(loading,))
+    how = "copied from peer: 600 bytes read, 1 MB/s; 2 chunks verified"
+    ready = msgspec.structs.replace(loading, state="ready", dtype="bfloat16", load=how, load_s=0.5)
+    full = msgspec.structs.replace(empty, pool=(ready, found))
+    traces.slot_changed(full, None)
+    traces.slot_changed(full, msgspec.structs.replace(empty, incarnation="another"))
+    assert not exporter.get_finished_spans()
+    traces.slot_changed(empty, None)
+    traces.slot_changed(full, empty)
+    traces.slot_changed(full, full)
+    (span,) = exporter.get_finished_spans()
+    assert (span.name, span.start_time, span.end_time) == ("load c0ffeec0ffee", 8_500_000_000, 9_000_000_000)
+    assert span.attributes["stoker.detail"] == how and span.attributes["stoker.bytes_per_s"] == 1200
+    traces.leads = lambda: False
+    traces.slot_changed(full, empty)
+    assert len(exporter.get_finished_spans()) == 1
 
 
 def test_a_start_is_told_by_one_gateway_and_by_none_that_did_not_see_it() -> None:

@@ -1,9 +1,10 @@
-"""A model that one slot has comes to the next from there, and from the disk tier when the pool has lost it."""
+"""A model that one slot has comes to the next from there; functions and control planes come and go, it stays."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,4 +38,25 @@ def test_the_second_slot_takes_the_first_one_s_form_and_the_answers_are_the_same
         assert files[0][4096 * 2 :] == files[1][4096 * 2 :]
         body = {"model": "tiny", "prompt": "hello", "max_tokens": 8, "temperature": 0}
         texts = {service.call("POST", "/v1/completions", body)["choices"][0]["text"] for _ in range(2)}
+        service.deploy("second", f"file://{checkpoint}", scaling={"keep_alive": 60})
+        service.wait_imported("second")
+        held = forms(pools)
+        service.kill("gateway")
+        service.start()
+
+        def pooled() -> list[dict[str, Any]]:
+            found: list[dict[str, Any]] = service.call("GET", "/api/v1/why/second")["pools"]
+            return found if len(found) == 2 and all(entry["load"] for entry in found) else []
+
+        how = sorted(entry["load"] for entry in wait_for(pooled, 30))
+        for name in ("tiny", "second"):
+            texts.add(service.call("POST", "/v1/completions", {**body, "model": name})["choices"][0]["text"])
         assert len(texts) == 1
+        assert forms(pools) == held and len(held) == 2, (
+            "one form a pool for both functions, and a restart is none of it"
+        )
+        assert "copied from peer" in how[0] and "made: " in how[1] and all("chunks verified" in each for each in how)
+
+
+def forms(pools: list[Path]) -> set[tuple[str, int]]:
+    return {(str(path.parent), path.stat().st_ino) for pool in pools for path in pool.glob("*.prepared")}

@@ -73,6 +73,7 @@ def test_a_model_is_warmed_and_evicted_on_command(stoker: Stoker, root: Path, se
     assert warmed.status == 0, warmed.err
     assert f"{identity[:12]} is in the pool of slot-0" in warmed.out
     wait_for(lambda: "pool       slot-0: ready, float32" in stoker("models", "inspect", uri).out, 30)
+    assert "chunks verified" in stoker("models", "inspect", uri).out
     evicted = stoker("models", "evict", identity[:8], "--slot", "slot-0")
     assert evicted.status == 0 and "left the pool of slot-0" in evicted.out
     wait_for(lambda: "slot-0: ready" not in stoker("models", "inspect", uri).out, 30)

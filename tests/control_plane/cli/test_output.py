@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -14,7 +15,7 @@ import pytest
 
 from control_plane.cli.data_dir import DataDir, Holder
 from control_plane.cli.failure import CommandError
-from control_plane.cli.output import columns, money, moved, seconds, size
+from control_plane.cli.output import columns, money, moved, progress, seconds, size
 from control_plane.cli.replicas import of_interest
 from control_plane.cli.usage import microusd_of
 from control_plane.resumption import Unreachable
@@ -108,3 +109,26 @@ def test_a_bar_tells_what_has_moved_and_how_fast_what_is_new_comes() -> None:
     assert moved(50 * mib, 100 * mib, 10 * mib, 2.0) == "50 MiB of 100 MiB (50%), 5 MiB/s"
     assert moved(50 * mib, 100 * mib, 0, 2.0) == "50 MiB of 100 MiB (50%)"
     assert moved(50 * mib, 100 * mib, 10 * mib, 0.1) == "50 MiB of 100 MiB (50%)"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_is_shown_a_bar_for_each_stage_and_a_log_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    mib = 1024 * 1024
+    for name, value in (("TERM", "xterm"), ("COLUMNS", "120"), ("NO_COLOR", "1")):
+        monkeypatch.setenv(name, value)
+    shown: list[str] = []
+    for stderr in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        for stage in ("fetch", "read"):
+            with progress("importing m") as advance:
+                advance(stage, 0, 100 * mib)
+                advance(stage, 75 * mib, 100 * mib)
+        shown.append(stderr.getvalue())
+    for stage in ("fetch", "read"):
+        assert f"importing m: {stage}" in shown[0]
+    assert "━" in shown[0] and "75 MiB of 100 MiB (75%)" in shown[0]
+    assert shown[1].splitlines() == ["importing m: fetch", "importing m: read"]

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from control_plane.cli.why import paragraphs
 from control_plane.functions import ImportState
 from control_plane.kv_index import Keeper
 from control_plane.sealing import EVERYBODY
@@ -104,3 +105,20 @@ async def test_a_tenant_sees_of_a_slots_pool_what_its_own_functions_use(plane: P
         async with plane.client.get("/api/v1/slots", headers={"Authorization": f"Bearer {key}"}) as response:
             (slot,) = (await response.json())["data"]
         assert [entry["key"] for entry in slot["pool"]] == seen
+
+
+async def test_why_tells_how_a_checkpoint_came_into_each_pool_and_not_who_else_uses_it(plane: Plane) -> None:
+    """Also where it was loaded ahead, so that no replica waited for it."""
+    await plane.deploy()
+    how = "copied from peer: 900 bytes read, 3 MB/s; 2 chunks verified, 1 bad and fetched again; 1 ranges asked again"
+    entry = PoolEntry("a", plane.checkpoint[1], "ready", 900, holders=("rep-of-another",), dtype="float32", load=how)
+    state = plane.context.fleet.slots["slot-0"]
+    plane.context.fleet.slots["slot-0"] = msgspec.structs.replace(
+        state, pool=(entry, PoolEntry("b", "1" * 64, "ready", 1))
+    )
+    async with plane.get("/api/v1/why/fn") as response:
+        why = await response.json()
+    (told,) = why["pools"]
+    assert (told["slot_id"], told["state"], told["nbytes"], told["load"]) == ("slot-0", "ready", 900, how)
+    assert "rep-of-another" not in json.dumps(why)
+    assert how in "\n".join(paragraphs(why))

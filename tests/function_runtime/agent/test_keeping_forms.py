@@ -4,7 +4,9 @@ neither."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import secrets
+import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ from function_runtime.agent import pool as pool_module
 from function_runtime.agent.children import Children
 from function_runtime.agent.loaders import Loaders
 from function_runtime.agent.pool import Pool, Tiers
+from model_loader import form_memory
 from model_loader.disk_tier import DiskTier
+from model_loader.file_memory import HUGE_BYTES, huge_share
 from model_loader.forms.kept import DiskForms
 from model_loader.forms.order import FormOrder
 from model_loader.importer import import_model
@@ -170,3 +174,50 @@ async def test_a_form_in_small_pages_is_put_into_huge_ones_once_nobody_waits(
         assert arguments == ["--huge"] and [h.partition("-")[0] for h in holders] == ["keep"]
     assert not [h for entry in agents.entries() for h in entry.holders]
     await agents.close()
+
+
+@pytest.fixture
+def shared_memory() -> Iterator[Path]:
+    folder = Path("/dev/shm") / f"stoker-test-{secrets.token_hex(6)}"
+    folder.mkdir(mode=0o700)
+    yield folder
+    shutil.rmtree(folder)
+
+
+async def test_the_process_that_is_started_for_it_puts_the_form_into_huge_pages(
+    tmp_path: Path, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_tiny_llama(tmp_path / "model", hidden=256, layers=3)
+    manifest = import_model(f"file://{model}", tmp_path / "models")
+    shares: list[float] = []
+    outcomes: list[dict[str, Any]] = []
+    beside = Loaders.run_beside
+
+    async def run_beside(loaders: Loaders, arguments: Sequence[str], order: bytes) -> dict[str, Any]:
+        shares.append(huge_share(Path(FormOrder.parse(order).out)))
+        outcomes.append(await beside(loaders, arguments, order))
+        return outcomes[-1]
+
+    async def run(_: Loaders, said: bytes, progress: ProgressCallback) -> dict[str, Any]:
+        order = FormOrder.parse(said)
+        await asyncio.to_thread(prepare, manifest, order.dtype, Path(order.out))
+        return {**MADE, "nbytes": PreparedFile.open(Path(order.out), verify=False).nbytes}
+
+    monkeypatch.setattr(form_memory, "enter_huge", lambda address, nbytes: False)  # as where memory is in pieces
+    monkeypatch.setattr(Loaders, "run", run)
+    monkeypatch.setattr(Loaders, "run_beside", run_beside)
+    monkeypatch.setattr(pool_module, "LEAST_HUGE_BYTES", 2 * HUGE_BYTES)
+    monkeypatch.setattr(pool_module, "HUGE_AFTER_S", 0.0)
+    pool = Pool(shared_memory / "pool", 1 << 30, Children(), lambda: None)
+    await pool.open()
+    made = await pool.warm(str(manifest.path), "float32")
+    before = PreparedFile.open(Path(made.path), verify=True)
+    await asyncio.gather(*pool._keeping.values())
+    assert shares == [0.0] and outcomes[0]["whole_bytes"] >= 2 * HUGE_BYTES
+    PreparedFile.open(Path(made.path), verify=True)
+    content = await asyncio.to_thread(Path(made.path).read_bytes)
+    assert before.bytes_at(0, before.nbytes) == content, "who has it mapped sees the same"
+    await pool.close()
+    if outcomes[0]["huge_bytes"] < outcomes[0]["whole_bytes"]:
+        pytest.skip("no huge pages are to be had here")
+    assert huge_share(Path(made.path)) == 1.0

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -34,25 +37,27 @@ def test_a_form_is_made_ahead_forecast_and_let_go(agent: AgentProcess, manifest:
     (entry,) = agent.state().pool
     assert (entry.identity, entry.dtype, entry.nbytes) == (manifest.identity, "float32", made["nbytes"])
     assert entry.reload_s > 0 and entry.chance is None
+    assert re.fullmatch(r"made: [0-9]+ bytes read, [0-9]+ MB/s; [0-9]+ chunks verified", entry.load)
     agent.call("POST", "/v1/pool/forecast", {"chances": {manifest.identity: 0.25}, "holds_s": 60})
     assert agent.state().pool[0].chance == 0.25
     assert json.loads(agent.call("DELETE", f"/v1/pool/{entry.key}"))["nbytes"] == made["nbytes"]
     assert agent.state().pool == () and not Path(made["path"]).exists()
 
 
-def test_a_form_in_use_stays(agent: AgentProcess, manifest: Manifest) -> None:
+def test_a_form_in_use_stays_until_its_holder_is_gone_whichever_way(agent: AgentProcess, manifest: Manifest) -> None:
     spec = msgspec.structs.replace(
         stub_spec(),
         manifest_path=str(manifest.path),
         identity=manifest.identity,
         options=EngineOptions(kv_bytes=1 << 22, max_requests=2, threads=1),
     )
-    agent.ready(spec)
+    status = agent.ready(spec)
     (entry,) = agent.state().pool
     with pytest.raises(AgentError, match=f"used by {spec.replica_id}"):
         agent.call("DELETE", f"/v1/pool/{entry.key}")
-    agent.end_replica(spec.replica_id)
-    agent.until(spec.replica_id, ReplicaState.ENDED)
+    os.kill(status.pid, signal.SIGKILL)
+    agent.until(spec.replica_id, ReplicaState.FAILED)
+    assert agent.state().pool[0].holders == ()
     agent.call("DELETE", f"/v1/pool/{entry.key}")
 
 
