@@ -144,7 +144,7 @@ class FunctionStore:
         self._changes = Changes()
         self.slots_are_pods = False
         """Whether a spec may say what its slots' pods are."""
-        self.check: Callable[[FunctionSpec, Function], None] = lambda spec, before: None
+        self.check: Callable[[FunctionSpec, str], None] = lambda spec, tenant: None
         """Refuses what is known not to work of a spec that takes another's place."""
 
     # --- looking up -------------------------------------------------------------------------------------------

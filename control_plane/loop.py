@@ -207,18 +207,24 @@ class ControlLoop:
         if self._due is not None:
             self._due.cancel()
 
-    def _check(self, spec: FunctionSpec, before: Function) -> None:
-        """Refuse objectives that a ready replica of the same model was measured not to keep."""
-        from control_plane.scaling_spec import too_fast
+    def _check(self, spec: FunctionSpec, tenant: str) -> None:
+        """Refuse objectives that a ready replica of the same model was measured not to keep: of this function, or of
+        another of the tenant's with the same model on the same kind of device."""
+        from control_plane.scaling_spec import Objectives, too_fast
 
-        key = (before.tenant, before.name)
-        service = self.observation.service(key, before.current.identity or "")
-        if service is None or spec.model != before.spec.model:
+        if spec.scaling.objectives == Objectives():
             return
-        fault = too_fast(spec.scaling.objectives, service)
-        if fault is not None:
-            param, reason = fault
-            raise InvalidRequest(f"{param}: {reason}", param=param, code="invalid_spec")
+        for known in sorted(self._functions.list(tenant), key=lambda each: each.name != spec.name):
+            if not known.spec.computes_as(spec):
+                continue
+            service = self.observation.service((tenant, known.name), known.current.identity or "")
+            fault = None if service is None else too_fast(spec.scaling.objectives, service)
+            if fault is not None:
+                param, reason = fault
+                by = "" if known.name == spec.name else f" (by {known.name})"
+                raise InvalidRequest(f"{param}: {reason}{by}", param=param, code="invalid_spec")
+            if service is not None:
+                return
 
     def _function_changed(self, change: FunctionChange) -> None:
         key = (change.function.tenant, change.function.name)

@@ -232,6 +232,16 @@ class FunctionSpec(Part):
     def digest(self) -> str:
         return hashlib.sha256(self.canonical().encode()).hexdigest()
 
+    def computes_as(self, other: FunctionSpec) -> bool:
+        """Whether its replicas are as fast as the other's: the same model, in the same form, on the same kind of
+        device."""
+        mine, theirs = (
+            (each.model, each.revision, each.engine, each.dtype, each.device.partition(":")[0], each.resources.devices,
+             each.engine_options.threads)
+            for each in (self, other)
+        )  # fmt: skip
+        return mine == theirs
+
     def to_engine_options(self) -> EngineOptions:
         own = self.engine_options
         return EngineOptions(

@@ -53,8 +53,7 @@ def routes(context: AppContext) -> list[web.RouteDef]:
         if name != spec.name:
             raise InvalidRequest(f"name: the spec says {spec.name!r}, the path {name[:60]!r}", param="name")
         before = store.find(spec.name, tenant)
-        if before is not None:
-            store.check(spec, before)
+        store.check(spec, tenant)
         function = await store.put(spec, tenant)
         return web.json_response(function_body(function), status=201 if before is None else 200)
 

@@ -246,10 +246,8 @@ class FunctionObjects:
         await self._bonds.put(key, bond)
 
     async def _deploy(self, key: FunctionKey, found: Object, spec: FunctionSpec) -> None:
-        before = self._functions.find(key[1], key[0])
         try:
-            if before is not None:
-                self._functions.check(spec, before)
+            self._functions.check(spec, key[0])
             await self._functions.put(spec, key[0])
         except StokerError as error:
             if error.http_status >= 500:

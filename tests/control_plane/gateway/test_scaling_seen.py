@@ -166,6 +166,25 @@ async def test_an_objective_below_what_a_ready_replica_was_measured_to_do_is_ref
         assert "was measured to take" in answer["error"]["message"]
 
 
+async def test_what_was_measured_of_a_model_counts_for_the_next_function_that_is_deployed_with_it(plane: Plane) -> None:
+    await plane.deploy()
+    measured = {"fn": ServiceModel(1000.0, 0.05, 0.01)}
+    plane.context.loop.observation.service = lambda key, identity: measured.get(key[1])
+    spec = {
+        "name": "other",
+        "model": plane.checkpoint[0],
+        "engine": "stub",
+        "scaling": {"objectives": {"token_s": 0.02}},
+    }
+    async with plane.client.put("/api/v1/functions/other", json=spec, headers=plane.headers) as response:
+        answer = await response.json()
+    assert response.status == InvalidRequest.http_status
+    assert "(by fn)" in answer["error"]["message"]
+    differs = {**spec, "dtype": "bfloat16"}
+    async with plane.client.put("/api/v1/functions/other", json=differs, headers=plane.headers) as response:
+        assert response.status == 201, "nothing is known of it in that form"
+
+
 async def test_a_control_plane_without_load_knows_nothing_and_says_so(plane: Plane) -> None:
     await plane.deploy()
     told = (await why(plane))["scaling"]
