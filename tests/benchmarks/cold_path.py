@@ -34,6 +34,8 @@ MAX_TOKENS: Final = 1000
 """More than are generated before the slot is killed; what is left is cancelled."""
 KV_BYTES: Final = 46_080
 """Of a token of SmolLM2 in float32."""
+PAUSE_US: Final = 500_000
+"""A new replica's first token comes after more than this without one."""
 COMMITTED_S: Final = 1.0
 """After KV is in the store, until the journal knows of it."""
 WAYS: Final = ("chosen", "loaded", "recomputed")
@@ -75,13 +77,16 @@ def one(service: Service, s3: Any, proxy: FaultyProxy, link_mb_s: float, context
     client = Client(lambda: Endpoint(service.url, service.key), give_up_s=GIVE_UP_S)
     prompt = f"{time.time_ns()} is where it begins:" + " the" * context
     body = {"model": "smol", "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
-    path, stored_before, killed_us, next_us = "/v1/completions", kv_bytes(s3), 0, 0
+    path, stored_before, killed_us, next_us, last_us = "/v1/completions", kv_bytes(s3), 0, 0, 0
     stream = client.stream(path, body)
     told: dict[str, Any] = {}
     for event in stream:
         if not event.carries_tokens:
             continue
-        at_us = now_us()
+        at_us, before_us = now_us(), last_us
+        last_us = at_us
+        if killed_us and at_us - before_us < PAUSE_US:
+            continue  # asked about each of what the old replica had said, the service would answer for seconds
         if killed_us:
             told = service.call("GET", f"/api/v1/why/{stream.request_id}")
             # What the old replica had said is delivered after its end, too.

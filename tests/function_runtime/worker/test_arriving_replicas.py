@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import threading
@@ -10,13 +11,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
-from function_runtime.protocol import Failed, Finished, ReplicaState, Stage
-from model_loader.forms.loading import NAME_AT_WORK
+from function_runtime.protocol import Failed, Finished, Peer, ReplicaState, Stage
+from model_loader.forms.loading import NAME_AT_WORK, RATES_NAME
 from model_loader.importer import import_model
+from model_loader.recipe import prepare
 from tests.function_runtime.worker.conftest import TinyModel
+from tests.model_loader.test_forms import FakeAgent
 from tests.support.checkpoints import make_tiny_llama
 from tests.support.replica_client import AgentProcess, wait_for, work
 
@@ -143,3 +147,40 @@ def test_a_checkpoint_altered_since_its_import_ends_the_replica_with_the_loads_e
     assert failed.error is not None
     assert failed.error.code == "model_integrity_failed"
     assert "model.safetensors" in failed.error.message
+
+
+def test_an_altered_checkpoint_whose_form_a_peer_has_costs_at_most_an_attempt(
+    native_agent: AgentProcess, tmp_path: Path
+) -> None:
+    source = make_tiny_llama(tmp_path / "altered", layers=2, hidden=256, seed=11)
+    model = TinyModel(import_model(f"file://{source}", tmp_path / "models"))
+    prepare(model.manifest, "float32", tmp_path / "form")
+    path = source / "model.safetensors"
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size - 10)
+        file.write(b"\x77" * 5)
+    (native_agent.pool_directory / RATES_NAME).write_text(json.dumps({"make": 1e12, "copy as is": 1e12}))
+    peer = FakeAgent((tmp_path / "form").read_bytes())
+    try:
+        for attempt in (1, 2):
+            spec = msgspec.structs.replace(model.spec(), peers=(Peer(peer.address.url, peer.address.token),))
+            status = native_agent.start_replica(spec)
+            settled = native_agent.until(status.replica_id, ReplicaState.READY, ReplicaState.FAILED, within_s=120)
+            if settled.state is ReplicaState.READY:
+                with native_agent.connect(settled) as link:
+                    outcome = link.outcome(link.submit(work(PROMPT, max_tokens=3, write_kv=False)))
+                if isinstance(outcome, Finished):
+                    break
+                assert isinstance(outcome, Failed) and outcome.retry and attempt == 1, outcome
+            else:
+                assert settled.error is not None and settled.error.retry and attempt == 1, settled.error
+        else:
+            pytest.fail("the form of the peer was never used")
+    finally:
+        peer.shutdown()
+        peer.server_close()
+        (native_agent.pool_directory / RATES_NAME).unlink()
+    entry = next(entry for entry in native_agent.state().pool if entry.identity == model.manifest.identity)
+    assert "copied from peer" in entry.load and "make: " in entry.load
+    native_agent.end_replica(settled.replica_id, grace_s=0)
+    native_agent.until(settled.replica_id, ReplicaState.ENDED, ReplicaState.FAILED)
