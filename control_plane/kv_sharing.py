@@ -39,6 +39,9 @@ class KvSharing:
         self._leads = leads
         self._due: set[str] = set()
         self._changed = asyncio.Event()
+        self._promised: dict[str, int] = {}
+        """Larger shares that replicas were told of and may not have been able to take: memory may be somebody else's.
+        They are told again when something on their slot has changed."""
         self.told: Counter[str] = Counter()
         """Replicas that were told of another share: less | more."""
         fleet.watchers.append(self._replica_changed)
@@ -46,6 +49,7 @@ class KvSharing:
         fleet.make_room = self.make_room
 
     def _replica_changed(self, status: ReplicaStatus, before: ReplicaStatus | None) -> None:
+        self._promised.pop(status.replica_id, None)
         if status.state is ReplicaState.READY or status.state in GONE:
             self._divide_soon(self._fleet.slot_of.get(status.replica_id, ""))
 
@@ -57,6 +61,8 @@ class KvSharing:
         self._divide_soon(slot_id)
 
     def _divide_soon(self, slot_id: str) -> None:
+        for living in self._fleet.on(slot_id):
+            self._promised.pop(living.replica_id, None)
         if slot_id and slot_id not in self._due and self._leads() and self._fleet.count_on(slot_id):
             self._due.add(slot_id)
             self._fleet.spawn(self._divide(slot_id))
@@ -75,7 +81,10 @@ class KvSharing:
             less, more = self._shares(slot_id, kind, index)
             if less:
                 await self._tell(slot_id, less, "less")
-            elif more:
+                continue
+            more = {name: share for name, share in more.items() if worth_telling(self._promised.get(name, 0), share)}
+            if more:
+                self._promised.update(more)
                 await self._tell(slot_id, more, "more")
 
     def _shares(self, slot_id: str, kind: str, index: int) -> tuple[dict[str, int], dict[str, int]]:

@@ -12,7 +12,7 @@ from typing import Final
 from function_runtime.engine_like import EngineLike
 
 AGAIN_NS: Final = 500_000_000
-TRIES: Final = 20
+TRIES: Final = 6
 
 
 class KvRoom:

@@ -161,6 +161,22 @@ async def test_nobody_gets_what_another_has_not_given_up_yet(device: Device) -> 
     assert len(device.backend.told) == 2, "now everybody has its part"
 
 
+async def test_more_that_could_not_be_taken_is_told_again_only_when_something_has_changed(device: Device) -> None:
+    device.ready("one", 25 * GB)
+    device.ready("two", 25 * GB)
+    device.has(msgspec.structs.replace(device.fleet.replicas["two"], state=ReplicaState.ENDED), 0)
+    await device.settled()
+    told = len(device.backend.told)
+    assert told and device.backend.told[-1].keys() == {"one"}
+    await device.sharing.look()
+    await device.sharing.look()
+    assert len(device.backend.told) == told, "somebody who is not ours has the rest"
+    device.ready("three", 9 * GB, requests=2)
+    device.has(msgspec.structs.replace(device.fleet.replicas["three"], state=ReplicaState.ENDED), 0)
+    await device.settled()
+    assert len(device.backend.told) > told
+
+
 async def test_an_agent_out_of_reach_holds_up_no_start_for_good(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
