@@ -44,8 +44,8 @@ def compare(group: int, size: int, decodes: Spans, chunks: Spans, kv_heads: int 
     needed = [-(-end // BLOCK_SIZE) for _, end in spans]
     layout = KvLayout(1, kv_heads, size, "float32", BLOCK_SIZE)
     caches = [KvCache(layout, sum(needed) + 3, torch.float32, torch.device("cpu")) for _ in range(2)]
-    caches[0].memory.normal_()
-    caches[1].memory.copy_(caches[0].memory)
+    caches[0].layers[0].normal_()
+    caches[1].layers[0].copy_(caches[0].layers[0])
     order = list(range(sum(needed) + 3))
     random.Random(size).shuffle(order)
     rows = [Rows(start, end, [order.pop() for _ in range(n)]) for (start, end), n in zip(spans, needed, strict=True)]
@@ -59,7 +59,7 @@ def compare(group: int, size: int, decodes: Spans, chunks: Spans, kv_heads: int 
     ):
         plan = attention.plan(rows[: len(decodes)], rows[len(decodes) :])
         results.append(attention.attend(0, queries, keys, values, plan))
-        assert torch.equal(cache.memory, caches[0].memory)
+        assert torch.equal(cache.layers[0], caches[0].layers[0])
     assert (results[0] - results[1]).abs().max().item() < 1e-5
 
 
