@@ -261,6 +261,7 @@ def _tell_placing(placing: Placing, seating: Seating, functions: FunctionStore) 
         return function.spec.scaling.min_replicas if function is not None else 0
 
     def changed(change: FunctionChange) -> None:
+        placing.specs += 1
         current = change.function.current
         if current.state is ImportState.READY and current.spec.engine == "native":
             placing.grants.learn(current.identity or "", current.manifest_path or "")

@@ -31,11 +31,14 @@ class Measured:
         self._make_s: dict[str, float] = {}
         self._start_s: dict[str, float] = {}
         self._fork_s = FORK_S
+        self.seen = 0
+        """How often something was measured."""
 
     def see(self, status: ReplicaStatus, before: ReplicaStatus | None) -> None:
         """A replica changed; counted once, when it has become ready."""
         if status.state is not ReplicaState.READY or (before is not None and before.state is ReplicaState.READY):
             return
+        self.seen += 1
         identity, own_s, measured = status.spec.identity, 0.0, False
         for stage in status.stages:
             seconds = stage.duration_us / 1e6

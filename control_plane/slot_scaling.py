@@ -75,6 +75,7 @@ class SlotScaling:
         self.last: deque[dict[str, Any]] = deque(maxlen=LAST_KEPT)
         """Decisions of this gateway that changed something or held it for a new reason."""
         self._looking: asyncio.Task[None] | None = None
+        self._poked = False
         self._one_at_a_time = asyncio.Lock()
         self.expected: Callable[[str], tuple[tuple[float, float], ...]] = lambda class_name: ()
         """(from when on, replicas that are then expected to run), of the functions that need a class."""
@@ -84,8 +85,15 @@ class SlotScaling:
         fleet.placing.room_wait_s = self.room_wait_s
 
     def poke(self) -> None:
+        """Look soon, and after a look that is under way: it may have been past what there is to see now."""
+        self._poked = True
         if self._looking is None or self._looking.done():
-            self._looking = asyncio.get_running_loop().create_task(self.look())
+            self._looking = asyncio.get_running_loop().create_task(self._look_while_poked())
+
+    async def _look_while_poked(self) -> None:
+        while self._poked:
+            self._poked = False
+            await self.look()
 
     async def close(self) -> None:
         if self._looking is not None:

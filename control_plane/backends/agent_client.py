@@ -50,6 +50,36 @@ _events = msgspec.json.Decoder(SlotEvent)
 _status = msgspec.json.Decoder(ReplicaStatus)
 
 
+class _Silence:
+    """Closes a response on which nothing has come for `SILENCE_S`: one timer, however much comes."""
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._response = response
+        self._loop = asyncio.get_running_loop()
+        self._heard_s = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def broken(self) -> None:
+        """Something has come."""
+        self._heard_s = self._loop.time()
+
+    def _look(self) -> None:
+        left_s = self._heard_s + SILENCE_S - self._loop.time()
+        if left_s > 0:
+            self._timer = self._loop.call_later(left_s, self._look)
+        else:
+            self._response.content.set_exception(TimeoutError(f"silent for {SILENCE_S:g} s"))
+            self._response.close()
+
+    def __enter__(self) -> _Silence:
+        self._look()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+
 class AgentClient:
     """Use as an async context manager."""
 
@@ -75,15 +105,20 @@ class AgentClient:
 
     async def events(self) -> AsyncIterator[SlotEvent]:
         """Until the connection ends. Raises SlotUnavailable."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE_S, sock_read=SILENCE_S)
+        # NOTE: no timeout of the client's own, which would be set anew with each of hundreds of lines a second.
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE_S)
         try:
-            async with self._get_session().get(f"{self._base}/v1/events", timeout=timeout) as response:
+            async with asyncio.timeout(SILENCE_S):
+                response = await self._get_session().get(f"{self._base}/v1/events", timeout=timeout)
+            async with response:
                 if response.status != 200:
                     raise SlotUnavailable(f"the agent answered {response.status}: {await response.text()}")
-                async for line in response.content:
-                    line = line.strip()
-                    if line:
-                        yield _events.decode(line)
+                with _Silence(response) as silence:
+                    async for line in response.content:
+                        silence.broken()
+                        line = line.strip()
+                        if line:
+                            yield _events.decode(line)
         except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError, ValueError) as error:
             raise SlotUnavailable(f"the agent's events broke off: {error or type(error).__name__}") from error
 

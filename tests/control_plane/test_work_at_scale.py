@@ -154,6 +154,30 @@ def test_the_slots_are_looked_at_once_however_many_classes_there_are() -> None:
     assert max(asked.values()) == 1 and waits[0] == 30.0 and waits[-1] == 2.0
 
 
+async def test_who_finds_no_room_while_slots_are_looked_at_has_them_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet: Any = SimpleNamespace(placing=SimpleNamespace())
+    scaling = SlotScaling(fleet, SimpleNamespace(), SimpleNamespace(), 0.0, lambda: True)  # type: ignore[arg-type]
+    looks, going_on = list[int](), asyncio.Event()
+
+    async def look() -> None:
+        looks.append(len(looks))
+        await going_on.wait()
+
+    monkeypatch.setattr(scaling, "_look", look)
+    fleet.placing.on_no_room()
+    await asyncio.sleep(0)
+    for _ in range(3):
+        fleet.placing.on_no_room()
+    assert looks == [0]
+    going_on.set()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert looks == [0, 1], "once for all who came meanwhile"
+    await scaling.close()
+
+
 class Homes:
     """Placement over a hundred slots of two classes, none of which has room, and whose homes it looked at."""
 
@@ -162,7 +186,10 @@ class Homes:
         monkeypatch.setattr(placing, "time", self.clock)
         slots = {f"{kind}-{number}": state_of(f"{kind}-{number}") for kind in "ab" for number in range(50)}
         fleet: Any = SimpleNamespace(
-            slots=slots, on=lambda slot_id: [], living=lambda key: [], is_closed=lambda slot_id: True
+            slots=slots,
+            on=lambda slot_id: [replica(f"r-{slot_id}")],
+            count_of=lambda key: 1,
+            is_closed=lambda slot_id: True,
         )
         classes = tuple(SlotClass(kind, 0, 50, 1, 1) for kind in "ab")
         backend: Any = SimpleNamespace(
@@ -207,14 +234,32 @@ async def test_slots_are_looked_at_in_passing_so_that_nobody_waits_for_all_of_th
 ) -> None:
     homes = Homes(monkeypatch)
     homes.placing.homes(homes.clock.now_s)
-    for _ in range(2):
+    busy = list[str]()
+    homes.placing.in_flight = lambda replica_id: int(replica_id in busy)
+
+    async def in_a_round() -> set[str]:
         homes.looked.clear()
         for _ in range(round(placing.ROUND_S / placing.FRESHEN_S)):
             homes.clock.now_s += placing.FRESHEN_S
             before = homes.looked.total()
             await homes.placing.freshen()
             assert homes.looked.total() - before <= 2 * placing.FRESHENED_AT_ONCE, "a few at a time"
-        assert len(homes.looked) == 100, "each in every round"
+        return set(homes.looked)
+
+    assert len(await in_a_round()) == 100
+    assert await in_a_round() == set(), "nothing has moved"
+    busy.append("r-a-3")
+    assert await in_a_round() == {"a-3"}
+    homes.placing.changed("a-3")
+    homes.placing.homes(homes.clock.now_s)
+    busy.clear()
+    assert await in_a_round() == {"a-3"}, "as it was before, and not as it was when it was looked at"
+    homes.placing.chances = {"m": 0.5}
+    assert len(await in_a_round()) == 100
+    homes.placing.chances = {"m": 0.5}
+    assert await in_a_round() == set(), "they are the same"
+    homes.placing.specs += 1
+    assert len(await in_a_round()) == 100
     for _ in range(80):
         homes.clock.now_s += placing.FRESHEN_S
         await homes.placing.freshen()

@@ -84,7 +84,7 @@ class Cluster:
         self._context = context
         self.backend = backend
         self.settings = context.settings.kubernetes
-        self.tending = Tending(backend, self._leads, self._replicas_on, self._in_flight)
+        self.tending = Tending(backend, self._leads, self._replicas_on, self._in_flight, context.fleet.count_on)
         self.pool_status = PoolStatus(backend, self._leads, self._replicas_on)
         self._function_status = FunctionStatus(context, backend)
         self.function_objects = FunctionObjects(
@@ -233,7 +233,8 @@ class Cluster:
         if self._words_due is None:
             self._words_due = asyncio.get_running_loop().call_later(WORDS_S, self._tell_waiting)
         if name and name not in self.backend.progress:
-            self._context.slot_scaling.poke()
+            # Behind the starts of what ran there.
+            asyncio.get_running_loop().call_soon(self._context.slot_scaling.poke)
 
     def _tell_waiting(self) -> None:
         self._words_due = None

@@ -121,12 +121,15 @@ class Tending:
         leads: Callable[[], bool],
         replicas_on: Callable[[str], list[str]],
         in_flight: Callable[[], Mapping[str, int]],
+        count_on: Callable[[str], int] | None = None,
     ) -> None:
-        """`replicas_on`: living ones of a slot; `in_flight`: requests of each, at all gateways."""
+        """`replicas_on`: living ones of a slot, `count_on`: how many; `in_flight`: requests of each that has any, at
+        all gateways."""
         self._backend = backend
         self._leads = leads
         self._replicas_on = replicas_on
         self._in_flight = in_flight
+        self._count_on = count_on or (lambda slot_id: len(replicas_on(slot_id)))
         self._due = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._was_ready: set[str] = set()
@@ -174,13 +177,14 @@ class Tending:
         found: list[PodFacts] = []
         for name, progress in backend.progress.items():
             seen, pod = progress.seen, backend.pod(name)
-            replicas, going = self._replicas_on(name), name in leaving
+            going = name in leaving
             if seen.phase is Phase.READY:
                 self._was_ready.add(name)
                 rest = self._at_rest.get(name)
-                idle = not in_flight or not any(each in in_flight for each in replicas)
-                if rest is not None and rest[0] is pod and rest[1] == len(replicas) and idle and not going:
+                same = rest is not None and rest[0] is pod and rest[1] == self._count_on(name) and not going
+                if same and (not in_flight or in_flight.keys().isdisjoint(self._replicas_on(name))):
                     continue
+            replicas = self._replicas_on(name)
             annotations = (
                 {}
                 if pod is None
