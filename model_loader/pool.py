@@ -28,7 +28,7 @@ from model_loader.manifest import Manifest, SourceFile
 from model_loader.pool_room import Room
 from model_loader.pool_state import EntryState, transition
 from model_loader.prepared import PreparedFile
-from model_loader.progress import Progress
+from model_loader.progress import LEFT, Progress
 from model_loader.ranges.peer import PeerAddress
 
 SUFFIX: Final = ".prepared"
@@ -191,9 +191,9 @@ class WarmPool:
             outcome = None
             if not await self._is_ready(entry):
                 work = await self._begin_load(entry, manifest, manifest_path, dtype, peers)
-                if may_arrive and entry.mappable is not None:
+                while may_arrive and entry.mappable is not None and not work.done():
                     await asyncio.wait([work, entry.mappable], return_when=asyncio.FIRST_COMPLETED)
-                    if not work.done():
+                    if not work.done() and entry.arriving is not None:
                         return self._lease(entry, started_ns, "arriving", arriving=entry.arriving, landing=work)
                 await asyncio.shield(work)
                 outcome = entry.outcome
@@ -441,6 +441,9 @@ class WarmPool:
             entry.arriving = Path(progress.path)
             if entry.mappable is not None and not entry.mappable.done():
                 entry.mappable.set_result(None)
+        elif progress.stage == LEFT and entry.mappable is not None and entry.mappable.done():
+            # Whoever comes now would be given the name of what is gone.
+            entry.arriving, entry.mappable = None, asyncio.get_running_loop().create_future()
         for listener in list(entry.listeners):
             listener(progress)
 

@@ -18,12 +18,14 @@ from typing import Final
 from model_loader.errors import LoaderError, from_os_error
 
 MIN_INTERVAL_S: Final = 0.05
+LEFT: Final = "left"
+"""The stage that says that what was arriving will not come, and that another way is tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
     stage: str
-    """resolve | check | waiting | download | fetch | extract | read | arriving | prepare | verify"""
+    """resolve | check | waiting | download | fetch | extract | read | arriving | left | prepare | verify"""
     done_bytes: int
     total_bytes: int
     """0 where it is not known."""

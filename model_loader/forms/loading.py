@@ -37,7 +37,7 @@ from model_loader.llama_layout import recipe_name
 from model_loader.manifest import Manifest
 from model_loader.objects.location import TOKEN_VARIABLE
 from model_loader.prepared import PreparedFile
-from model_loader.progress import Progress, run_reporting
+from model_loader.progress import LEFT, Progress, run_reporting
 from model_loader.ranges.peer import Peers, PeerSource
 from model_loader.ranges.source import RangeSource, ReadStats
 from model_loader.recipe import current_manifest, plan_form, prepare
@@ -84,6 +84,8 @@ def load_form(order: FormOrder, progress: ProgressCallback | None = None) -> Loa
                     unmade = error
                 tried.append(f"{origin.kind}: {error}")
                 recycle = None  # used up, if it got that far
+                if progress is not None and not is_last:
+                    progress(Progress(LEFT, 0, 0))
                 continue
             seconds = time.monotonic() - begin_s
             nbytes = out.stat().st_size

@@ -260,7 +260,8 @@ def test_a_checkpoint_that_is_not_what_it_was_costs_the_load_only_where_nobody_h
     assert loaded.kind == place and same(order.out, form)
     (said,) = loaded.tried
     assert said.startswith("make: ") and "import the model again" in said
-    assert len([told for told in seen if told.path]) == 2, "who maps it is told of both ways"
+    said_of_names = [told.stage for told in seen if told.path or told.stage == "left"]
+    assert said_of_names == ["arriving", "left", "arriving"], "who maps it is told of both ways, and of the first's end"
 
 
 def test_a_head_with_a_changed_byte_is_no_head(form: PreparedFile) -> None:

@@ -456,3 +456,25 @@ async def test_a_load_that_fails_after_its_lease_was_given_says_so_on_the_lease_
     pool.release("a")
     preparing.failure = None
     assert (await pool.acquire(manifests[0].path, "float32", "b", may_arrive=True)).arriving is None
+
+
+async def test_who_comes_between_a_way_that_failed_and_the_next_is_not_given_the_name_that_is_gone(
+    pool: WarmPool, preparing: Preparing, manifests: list[Manifest]
+) -> None:
+    preparing.gate.clear()
+    early = asyncio.create_task(pool.acquire(manifests[0].path, "float32", "a", may_arrive=True))
+    await preparing.started.wait()
+    tell = preparing.orders[0].progress
+    tell(Progress("arriving", 0, 10, "/dev/shm/x.tmp"))
+    tell(Progress("left", 0, 0))  # before who waited has looked
+    late = asyncio.create_task(pool.acquire(manifests[0].path, "float32", "b", may_arrive=True))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not early.done() and not late.done()
+    tell(Progress("arriving", 0, 10, "/dev/shm/y.tmp"))
+    assert [(await each).arriving for each in (early, late)] == [Path("/dev/shm/y.tmp")] * 2
+    tell(Progress("left", 0, 0))
+    last = asyncio.create_task(pool.acquire(manifests[0].path, "float32", "c", may_arrive=True))
+    await asyncio.sleep(0)
+    preparing.gate.set()
+    assert (await last).arriving is None and preparing.calls == 1

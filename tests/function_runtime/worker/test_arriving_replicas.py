@@ -149,7 +149,7 @@ def test_a_checkpoint_altered_since_its_import_ends_the_replica_with_the_loads_e
     assert "model.safetensors" in failed.error.message
 
 
-def test_an_altered_checkpoint_whose_form_a_peer_has_costs_at_most_an_attempt(
+def test_an_altered_checkpoint_whose_form_a_peer_has_is_served_after_an_attempt_or_two(
     native_agent: AgentProcess, tmp_path: Path
 ) -> None:
     source = make_tiny_llama(tmp_path / "altered", layers=2, hidden=256, seed=11)
@@ -162,7 +162,7 @@ def test_an_altered_checkpoint_whose_form_a_peer_has_costs_at_most_an_attempt(
     (native_agent.pool_directory / RATES_NAME).write_text(json.dumps({"make": 1e12, "copy as is": 1e12}))
     peer = FakeAgent((tmp_path / "form").read_bytes())
     try:
-        for attempt in (1, 2):
+        for attempt in (1, 2, 3):
             spec = msgspec.structs.replace(model.spec(), peers=(Peer(peer.address.url, peer.address.token),))
             status = native_agent.start_replica(spec)
             settled = native_agent.until(status.replica_id, ReplicaState.READY, ReplicaState.FAILED, within_s=120)
@@ -171,9 +171,9 @@ def test_an_altered_checkpoint_whose_form_a_peer_has_costs_at_most_an_attempt(
                     outcome = link.outcome(link.submit(work(PROMPT, max_tokens=3, write_kv=False)))
                 if isinstance(outcome, Finished):
                     break
-                assert isinstance(outcome, Failed) and outcome.retry and attempt == 1, outcome
+                assert isinstance(outcome, Failed) and outcome.retry and attempt < 3, outcome
             else:
-                assert settled.error is not None and settled.error.retry and attempt == 1, settled.error
+                assert settled.error is not None and settled.error.retry and attempt < 3, settled.error
         else:
             pytest.fail("the form of the peer was never used")
     finally:
