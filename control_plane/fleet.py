@@ -100,6 +100,8 @@ class Fleet:
         """Living replicas that stalled: nobody waits for them, whether or not their agent can be told to end them."""
         self._unended: dict[str, tuple[float, str]] = {}
         """Ends that an agent out of sight was not told of, with grace and reason."""
+        self._asking: set[str] = set()
+        """Replicas of which an agent that was asked to start them has not answered yet."""
         self._empty: set[str] = set()
         """Slots out of sight that are known to have no agent, and so no replicas."""
         self.keeps_books = True
@@ -212,6 +214,21 @@ class Fleet:
         self._take(slot_id, placeholder)
 
     async def _ask_start(self, slot_id: str, spec: ReplicaSpec) -> None:
+        """Asks an agent, which may die having answered, or be replaced by another before its answer is here: what only
+        the one before had said is nowhere."""
+        asked = self.slots.get(slot_id)
+        self._asking.add(spec.replica_id)
+        try:
+            await self._ask(slot_id, spec)
+        finally:
+            self._asking.discard(spec.replica_id)
+        current, now = self.replicas.get(spec.replica_id), self.slots.get(slot_id)
+        if asked is None or now is None or now.incarnation == asked.incarnation:
+            return
+        if current is not None and _is_only_asked_for(current):
+            self._take(slot_id, gone_with_agent(current))  # should the new one have it, it says so
+
+    async def _ask(self, slot_id: str, spec: ReplicaSpec) -> None:
         try:
             await self.make_room(slot_id, spec)
             peers = self.pools.peers(slot_id, spec.identity)
@@ -228,7 +245,7 @@ class Fleet:
                 self._take(slot_id, msgspec.structs.replace(current, state=ReplicaState.FAILED, error=failed))
             return
         current = self.replicas.get(spec.replica_id)
-        if current is None or (current.pid == 0 and current.state is ReplicaState.STARTING):
+        if current is None or _is_only_asked_for(current):
             self._take(slot_id, status)  # events that overtook the answer know more
 
     def end_replica(self, replica_id: str, grace_s: float, reason: str) -> None:
@@ -286,8 +303,7 @@ class Fleet:
         if first:
             there = {status.replica_id for status in state.replicas}
             for status in self.on(slot_id):
-                placeholder = status.pid == 0 and status.state is ReplicaState.STARTING
-                if status.replica_id not in there and not placeholder:
+                if status.replica_id not in there and status.replica_id not in self._asking:
                     self._take(slot_id, gone_with_agent(status))
             self._end_unended(slot_id)
         for watch in self.slot_watchers:
@@ -389,6 +405,11 @@ class Fleet:
             except StokerError as error:
                 logger.warning("event=close_refused replica=%s error=%s", status.replica_id, error)
                 await asyncio.sleep(CLOSE_RETRY_S)
+
+
+def _is_only_asked_for(status: ReplicaStatus) -> bool:
+    """No process of it has been heard of."""
+    return status.pid == 0 and status.state is ReplicaState.STARTING
 
 
 def _take_out(index: dict[K, dict[str, None]], name: K, replica_id: str) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Final, Protocol
+from collections.abc import Coroutine
+from typing import Any, Final, Protocol
 
 from control_plane.backends.agent_client import AgentClient
 from control_plane.backends.base import SlotListener, SlotUnavailable
@@ -103,8 +104,12 @@ class SlotLink:
     def start(self, listener: SlotListener) -> None:
         self._task = asyncio.get_running_loop().create_task(self._watch(listener))
 
-    async def close(self) -> None:
-        await end_task(self._task)
+    def close(self) -> Coroutine[Any, Any, None]:
+        """From the call on, awaited or not, the listener hears nothing of it: what is on its way already would bring a
+        slot back that is gone, for good."""
+        if self._task is not None:
+            self._task.cancel()
+        return end_task(self._task)
 
     async def shutdown_agent(self, grace_s: float) -> None:
         if self._client is not None:
