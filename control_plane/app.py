@@ -166,6 +166,7 @@ async def open_context(settings: Settings, backend: Backend | None = None) -> Ap
         settings, functions, serving, dispatcher, fleet, seating, decisions, gateways, demand, sender, observations
     )
     _tell_placing(fleet.placing, seating, functions)
+    fleet.placing.turns = lambda: dispatcher.turns
     fleet.placing.on_room = loop.poke_later
 
     slot_scaling = SlotScaling(fleet, slots, decisions, settings.slot.hold_s, lambda: loop.leads)

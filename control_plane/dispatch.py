@@ -83,6 +83,8 @@ class Dispatcher:
         self._attempts.on_first_of_attempt = self.service_times.first_token
         self._tasks: set[asyncio.Task[None]] = set()
         self._links: dict[ReplicaLink, Seat] = {}
+        self.turns = 0
+        """How often what runs where has changed."""
         self.closing = False
 
     # --- lanes ---
@@ -276,6 +278,7 @@ class Dispatcher:
             self.load.memory(seat, said.kv_used_blocks, said.kv_total_blocks, said.waiting)
         if seat.others != said.others:
             left, seat.others = said.others < seat.others, said.others
+            self.turns += 1
             if left:
                 self.pump(self.lanes.of(seat.key, seat.identity))
 
@@ -285,6 +288,7 @@ class Dispatcher:
             return
         logger.info("event=replica_lost replica=%s reason=%s", seat.replica_id, reason)
         seat.accepting = False
+        self.turns += 1
         self._drop_seat(seat)
         self.service_times.left(seat)
         # Each goes to the front of the queue, so the first accepted goes last.
@@ -352,11 +356,16 @@ class Dispatcher:
 
     # --- seats ---
 
+    def _seated(self, seat: Seat, request: LiveRequest, taken: bool) -> None:
+        self.turns += 1
+        self.load.seated(seat, request, taken)
+
     def seat_ready(self, seat: Seat, held: Iterable[tuple[LiveRequest, int]] = ()) -> None:
         """A replica takes requests now. `held`: requests it runs already, with their epochs, to attach to."""
         lane = self.lanes.of(seat.key, seat.identity)
         lane.seats[seat.replica_id] = seat
-        seat.moved = self.load.seated
+        seat.moved = self._seated
+        self.turns += 1
         self._links[seat.link] = seat
         for request, epoch in held:
             request.epoch = epoch

@@ -60,6 +60,8 @@ class Moves:
         self._idle_since_s: dict[str, float] = {}
         self._in_vain: tuple[object, float] = (None, float("-inf"))
         """What was looked at when there was nothing to move, and when."""
+        self._noted: object = None
+        """What had changed how often when those that are idle were last looked for."""
         fleet.watchers.append(self._changed)
 
     async def look(self) -> None:
@@ -81,8 +83,12 @@ class Moves:
 
     def _note(self, now_s: float) -> None:
         fleet, in_flight = self._fleet, self._fleet.placing.in_flight
-        idle = [s.replica_id for s in fleet.living() if s.state is ReplicaState.READY and not in_flight(s.replica_id)]
-        self._idle_since_s = {replica_id: self._idle_since_s.get(replica_id, now_s) for replica_id in idle}
+        seen = (fleet.placing.changes, fleet.placing.turns())
+        if seen != self._noted:
+            self._noted = seen
+            ready = (s.replica_id for s in fleet.living() if s.state is ReplicaState.READY)
+            idle = [replica_id for replica_id in ready if not in_flight(replica_id)]
+            self._idle_since_s = {replica_id: self._idle_since_s.get(replica_id, now_s) for replica_id in idle}
         for successor, since_s in list(self._under_way.items()):
             status = fleet.replicas.get(successor)
             if status is None or status.state in GONE or now_s - since_s > GIVEN_UP_S:

@@ -104,6 +104,8 @@ class Placing:
         """Told of a function that found none, when something has ended."""
         self.in_flight: Callable[[str], int] = lambda replica_id: 0
         """Requests that a replica runs."""
+        self.turns: Callable[[], object] = object
+        """Equal as long as no replica runs anything else than before; not known: never."""
         self.chances: Mapping[str, float] = {}
         """Of each checkpoint's being wanted within the horizon of `autoscaler.pooling`, where that is known."""
         self.expected: Callable[[FunctionKey, float], float] = lambda key, horizon_s: 0.0

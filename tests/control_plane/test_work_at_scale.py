@@ -330,8 +330,13 @@ async def test_a_fleet_at_rest_is_reported_by_the_minute_and_what_works_at_once(
 
 
 async def test_moves_are_not_looked_for_while_nothing_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, asked = Clock(), 0
+    clock, asked, looked, turns = Clock(), 0, 0, 0
     monkeypatch.setattr(moving, "time", clock)
+
+    def in_flight(replica_id: str) -> int:
+        nonlocal looked
+        looked += 1
+        return int(turns == 2 and replica_id == "r-0")
 
     def work(spec: ReplicaSpec) -> Any:
         nonlocal asked
@@ -340,7 +345,7 @@ async def test_moves_are_not_looked_for_while_nothing_has_changed(monkeypatch: p
 
     living = [replica(f"r-{number}") for number in range(10)]
     placing = SimpleNamespace(
-        in_flight=lambda replica_id: 0, changes=1, unplaced={}, kept=lambda key: 99, work=work,
+        in_flight=in_flight, changes=1, turns=lambda: turns, unplaced={}, kept=lambda key: 99, work=work,
         homes=lambda now_s, kind: [], still_unplaced=lambda now_s: {},
     )  # fmt: skip
     fleet: Any = SimpleNamespace(
@@ -354,6 +359,7 @@ async def test_moves_are_not_looked_for_while_nothing_has_changed(monkeypatch: p
         clock.now_s += moving.IDLE_S
         await moves.look()
     assert asked == 10, "once, when they had been idle for long enough"
+    assert looked == 10, "who is idle stays so while nothing runs anywhere else than before"
     placing.changes += 1
     await moves.look()
     assert asked == 20
@@ -364,6 +370,9 @@ async def test_moves_are_not_looked_for_while_nothing_has_changed(monkeypatch: p
     placing.changes += 1
     await moves.look()
     assert asked == 30, "no slot is to spare, and nobody lacks room: nothing could be won"
+    turns = 2
+    await moves.look()
+    assert "r-0" not in moves._idle_since_s and len(moves._idle_since_s) == 9
 
 
 class Told:
