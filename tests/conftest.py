@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support import hearing, smollm2
 from tests.support import postgres as postgresql
+from tests.support import smollm2
 from tests.support.seaweed import NotInstalled, Seaweed
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -30,13 +30,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for number, file in enumerate(long):
         short.insert(number + int(number * SPREAD * len(files) / len(long)), file)
     items[:] = [item for file in short for item in file]
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
-    hearing.mark(call, report)
-    return report
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A wait that ran out beside other tests is judged again alone; nothing else is."""
+"""The few tests that failed beside others are judged again alone; random faults never are."""
 
 from __future__ import annotations
 
@@ -9,39 +9,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-CONFTEST = """
-import pytest
-from tests.support import hearing
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(call):
-    report = yield
-    hearing.mark(call, report)
-    return report
-"""
 BUSY = """
-import asyncio, os, pathlib
-async def wait():
-    async with asyncio.timeout(0.01):
-        await asyncio.sleep(60)
-def test_waits():
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        asyncio.run(wait())
+import os
+def test_needs_the_machine():
+    assert "PYTEST_XDIST_WORKER" not in os.environ
 """
 ALWAYS = """
-import subprocess
-def test_waits():
-    subprocess.run(["sleep", "60"], timeout=0.01)
-"""
-WRONG = """
-import os
-def test_is_wrong_once():
-    assert "PYTEST_XDIST_WORKER" not in os.environ
+def test_is_wrong():
+    assert False
 """
 
 
 def run(folder: Path, **modules: str) -> tuple[int, str]:
-    folder.joinpath("conftest.py").write_text(CONFTEST)
     for name, text in modules.items():
         path = folder / name.replace("__", "/")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,11 +41,11 @@ def run(folder: Path, **modules: str) -> tuple[int, str]:
     [
         ({"busy": BUSY}, 0, True),
         ({"always": ALWAYS}, 1, True),
-        ({"wrong": WRONG}, 1, False),
+        ({"busy": BUSY, "always": ALWAYS}, 1, True),
         ({"tests__chaos__busy": BUSY}, 1, False),
         ({f"busy{number}": BUSY for number in range(4)}, 1, False),
     ],
-    ids=["beside others", "alone too", "a wrong value", "random faults", "too many"],
+    ids=["beside others", "alone too", "one of two", "random faults", "too many"],
 )
 def test_what_is_heard_again(tmp_path: Path, modules: dict[str, str], code: int, heard: bool) -> None:
     returncode, output = run(tmp_path, **modules)

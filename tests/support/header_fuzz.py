@@ -6,6 +6,7 @@ Anything else (another exception, more memory than a header may take, no answer)
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import resource
@@ -129,6 +130,7 @@ def check_places(description: Description) -> None:
 @contextmanager
 def limited_memory() -> Iterator[None]:
     """Whoever asks for more than `SPARE_BYTES` gets a MemoryError; it costs nothing."""
+    gc.collect()  # what is collected meanwhile would be room
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + SPARE_BYTES, hard))

@@ -12,4 +12,4 @@ PATIENCE_S: Final = 60.0
 
 
 class NotInTime(TimeoutError):
-    """It did not come; judged again alone where other tests ran beside it (`tests.support.hearing`)."""
+    """It did not come."""

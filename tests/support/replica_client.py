@@ -93,7 +93,7 @@ class AgentProcess:
         self.start()
         return self
 
-    def start(self, within_s: float = 20.0) -> AgentProcess:
+    def start(self, within_s: float = PATIENCE_S) -> AgentProcess:
         self.directory.mkdir(parents=True, exist_ok=True)
         info_path = self.directory / "agent.json"
         info_path.unlink(missing_ok=True)

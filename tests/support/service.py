@@ -24,6 +24,8 @@ from typing import Any
 
 import psutil
 
+from tests.support.patience import PATIENCE_S
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -53,7 +55,7 @@ class Service:
 
     # --- life -----------------------------------------------------------------------------------------------------
 
-    def start(self, ready_within_s: float = 30.0) -> float:
+    def start(self, ready_within_s: float = PATIENCE_S) -> float:
         """Starts `stoker up`; returns the seconds until /health/ready answered 200."""
         begin = time.perf_counter()
         self.launch()
@@ -68,7 +70,7 @@ class Service:
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=self.env, start_new_session=True)
 
-    def wait_ready(self, within_s: float = 30.0) -> None:
+    def wait_ready(self, within_s: float = PATIENCE_S) -> None:
         deadline = time.perf_counter() + within_s
         while True:
             with contextlib.suppress(OSError, HttpError):

@@ -103,7 +103,7 @@ def test_a_stopped_waiting_worker_is_not_waited_for(warm_agent: AgentProcess, ti
 def test_a_killed_waiting_worker_is_replaced(warm_agent: AgentProcess, tiny_model: TinyModel) -> None:
     (old,) = waiting_workers(warm_agent)
     old.kill()
-    wait_for(lambda: waiting_workers(warm_agent) and waiting_workers(warm_agent)[0].pid != old.pid)
+    wait_for(lambda: any(worker.pid != old.pid for worker in waiting_workers(warm_agent)))
     warm(warm_agent)
     assert serves(warm_agent, tiny_model)
 
