@@ -121,10 +121,10 @@ async def until(look: Callable[[], Any], within_s: float = PATIENCE_S) -> Any:
     return found
 
 
-async def until_read(look: Callable[[], Awaitable[Any]]) -> Any:
-    """What `look` reads, as soon as it is something: what is written down comes after what is known."""
+async def until_read(look: Callable[[], Awaitable[Any]], holds: Callable[[Any], bool] = bool) -> Any:
+    """What `look` reads, as soon as it is what it should be: what is written down comes after what is known."""
     async with asyncio.timeout(PATIENCE_S):
-        while not (found := await look()):  # noqa: ASYNC110
+        while not holds(found := await look()):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     return found
 

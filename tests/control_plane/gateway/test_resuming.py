@@ -14,7 +14,6 @@ from control_plane.records import RequestState
 from function_runtime.protocol import DeviceTime, Failed, Finished, KvChunk, KvSealed, Settled, Submit
 from tests.control_plane.gateway.conftest import Plane, Stream, body, text_of, until, until_read
 from tests.control_plane.gateway.fakes import token_text
-from tests.support.patience import PATIENCE_S
 
 LONG = 40
 
@@ -323,11 +322,7 @@ async def test_the_same_bytes_are_known_for_every_choice_and_every_pack_that_has
     for chunk, known in ((one, [one]), (other, [one, other]), (anew, [anew, other]), (anew, [anew, other])):
         replica._tell(replica.works[0], KvSealed(request_id, 1, (chunk,)))
         await until(lambda known=known: live.kv == known)
-
-    async def written() -> bool:
-        return await plane.context.journal.kv(request_id) == [anew, other]
-
-    await until_read(written)
+    await until_read(lambda: plane.context.journal.kv(request_id), lambda found: found == [anew, other])
     response.close()
 
 
@@ -343,9 +338,7 @@ async def test_an_attempt_that_left_its_stored_kv_out_says_why_before_its_first_
     async def details() -> list[str | None]:
         return [attempt.detail for attempt in await journal.attempts(request_id)]
 
-    async with asyncio.timeout(PATIENCE_S):
-        while await details() != [behaviour.left_out]:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until_read(details, lambda found: found == [behaviour.left_out])
     (attempt,) = await journal.attempts(request_id)
     assert (attempt.after_seq, attempt.loaded_tokens) == (0, 0)
     response.close()
@@ -371,8 +364,6 @@ async def test_stored_kv_is_named_in_the_journal_although_the_storage_refused_at
     monkeypatch.setattr(journal, "seal_kv", refusing)
     chunk = KvChunk(0, 0, 32, "kv/packs/one", 0, 9, "d" * 64, "c" * 64)
     replica._tell(replica.works[0], KvSealed(request_id, 1, (chunk,)))
-    async with asyncio.timeout(PATIENCE_S):
-        while await journal.kv(request_id) != [chunk]:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until_read(lambda: journal.kv(request_id), lambda found: found == [chunk])
     assert not refusals
     response.close()

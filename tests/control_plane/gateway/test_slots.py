@@ -14,9 +14,8 @@ from control_plane.backends.base import SlotClass, SlotListener, SlotRefused, Sl
 from control_plane.placing import Unplaced
 from control_plane.settings import Settings
 from function_runtime.protocol import EngineOptions, Peer, ReplicaSpec, ReplicaState, ReplicaStatus
-from tests.control_plane.gateway.conftest import Plane, Stream, body, text_of, until
+from tests.control_plane.gateway.conftest import Plane, Stream, body, text_of, until, until_read
 from tests.control_plane.gateway.fakes import Behaviour, FakeReplica, FakeSlot, token_text
-from tests.support.patience import PATIENCE_S
 
 
 class FakeSlots:
@@ -337,9 +336,7 @@ async def test_a_slot_that_vanishes_takes_its_replicas_and_its_requests_go_on_el
         )
         return bool(rows) and rows[0][0] is not None
 
-    async with asyncio.timeout(PATIENCE_S):
-        while not await closed():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until_read(closed)
 
 
 async def test_a_slot_that_vanishes_while_it_starts_something_is_replaced_at_once(city: City) -> None:

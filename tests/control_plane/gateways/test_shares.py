@@ -17,10 +17,9 @@ from control_plane.live_request import LiveRequest
 from control_plane.queue_shares import QueueShares
 from control_plane.settings import QueueSettings
 from control_plane.shares import Shares, Want
-from tests.control_plane.gateway.conftest import body, until
+from tests.control_plane.gateway.conftest import body, until, until_read
 from tests.control_plane.gateways.conftest import Gateway, Town
 from tests.control_plane.gateways.test_leases import LEASE_S, RENEW_S, Clock, clock, database, turns
-from tests.support.patience import PATIENCE_S
 
 __all__ = ["clock", "database"]
 
@@ -304,10 +303,8 @@ async def test_one_of_two_may_use_the_whole_queue_and_then_the_other_may(town: T
         task.cancel()
     await until(lambda: not requests_of(second))
     await until(lambda: second.context.queue_shares.granted(KEY).requests == 0)
-    async with asyncio.timeout(PATIENCE_S):
-        # It has let go once it says so where the other looks.
-        while await claimed_by(second):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    # It has let go once it says so where the other looks.
+    await until_read(lambda: claimed_by(second), lambda claimed: not claimed)
     tasks = [asyncio.ensure_future(first.post(body())) for _ in range(20)]
     await until(lambda: len(requests_of(first)) == 16)
     for task in tasks:
